@@ -16,7 +16,7 @@ from pgmesh import Layout, MembershipError, MismatchError, ProcessGroupMesh, Sha
 from pgmesh.resharding import Placed, Resharder, reshard, vllm_parts
 from pgmesh.resharding.placed import find_shared_memory
 from pgmesh.resharding.transfer import find_overlaps
-from tests.support.transfer_oracle import random_layout, random_placements, shard_of
+from tests.support.transfer_oracle import random_layout, random_placements, resharder, shard_of
 from tests.support.worlds import on_ranks, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
@@ -241,12 +241,8 @@ def test_reshard_takes_parts_at_offsets():
 
 def mismatch(target: dict[str, Placed], *names: str, source: dict[str, Any] | None = None) -> str:
     """The error of a Resharder from ranks 0 and 1, which have whole tensors of (8, 2) or ``source``, to ranks 2, 3."""
-    if dist.get_rank() < 2:
-        sides: dict[str, Any] = {"source": source or {name: torch.ones(8, 2) for name in names}}
-    else:
-        sides = {"target": target}
     with pytest.raises(MismatchError) as error:
-        Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
+        resharder(source or {name: torch.ones(8, 2) for name in names}, target)
     assert not any(part.tensor.any() for part in target.values())
     return str(error.value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -24,7 +25,7 @@ from pgmesh.errors import MethodError
 from pgmesh.resharding import Resharder, link
 from tests.support.faults import wait_until
 from tests.support.resource_counts import count_with_keys
-from tests.support.transfer_oracle import shard_of
+from tests.support.transfer_oracle import resharder, shard_of
 from tests.support.worlds import fresh_world, on_ranks, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
@@ -162,24 +163,18 @@ def in_one_memory(mesh: ProcessGroupMesh, names: list[str], step: int) -> list[d
 
 @on_ranks(4)
 def test_tied_target_of_two_tensors_is_an_error():
-    source, target = (ProcessGroupMesh(2, ranks=ranks, name=f"{ranks}") for ranks in ([0, 1], [2, 3]))
-    shared = torch.zeros(4)
-    held = {"embed": torch.arange(4.0), "head": -torch.arange(4.0)} if dist.get_rank() < 2 else None
-    wanted = None if held else {"embed": shared, "head": shared}
+    held, shared = {"embed": torch.arange(4.0), "head": -torch.arange(4.0)}, torch.zeros(4)
+    wanted = {"embed": shared, "head": shared}
     with pytest.raises(
         MismatchError, match="embed and head: one tensor in the target, and two in the source on ranks 0, 1"
     ):
-        Resharder(source, target, source=held, target=wanted)
-    if held:
-        held["head"] = held["embed"]
-    Resharder(source, target, source=held, target=wanted)()
-    assert held or torch.equal(shared, torch.arange(4.0))
-    if wanted:
-        wanted = {"embed": shared, "head": shared[:3]}
-    if held:
-        held["head"] = held["embed"][:3]
+        resharder(held, wanted)
+    held["head"] = held["embed"]
+    resharder(held, wanted)()
+    assert dist.get_rank() < 2 or torch.equal(shared, torch.arange(4.0))
+    held["head"], wanted["head"] = held["embed"][:3], shared[:3]
     with pytest.raises(MismatchError, match="embed and head: these parts of the target share memory on ranks 2, 3"):
-        Resharder(source, target, source=held, target=wanted)
+        resharder(held, wanted)
 
 
 @on_ranks(4)
@@ -220,13 +215,12 @@ MORE_RESHARDERS = 16
 @on_ranks(4)
 def test_descriptions_are_not_stored():
     state = {f"layer {i}": torch.zeros(8) for i in range(100)}
-    side = {"source" if dist.get_rank() < 2 else "target": state}
-    Resharder(Layout(2), Layout(2, ranks=[2, 3]), **side)
+    resharder(state, state)
     dist.barrier()
     before = count_with_keys()["keys"]
     dist.barrier()
     for _ in range(MORE_RESHARDERS):
-        Resharder(Layout(2), Layout(2, ranks=[2, 3]), **side)
+        resharder(state, state)
     wait_until(lambda: count_with_keys()["keys"] < before + MORE_RESHARDERS / 2, "few keys are left")
 
 
@@ -235,44 +229,43 @@ def test_descriptions_are_not_stored():
 
 @on_ranks(4)
 def test_mismatches_are_listed_before_a_byte_moves():
-    rank = dist.get_rank()
-    trainer, rollout = ProcessGroupMesh(tp=2, ranks=[0, 1]), ProcessGroupMesh(tp=2, ranks=[2, 3])
-    found = []
+    rank, x, y = dist.get_rank(), torch.zeros(2, 3), torch.zeros(4)
+    trainer = ProcessGroupMesh(tp=2, ranks=[0, 1])
 
-    def attempt(source: Any, target: Any, **options: Any) -> None:
-        try:
-            Resharder(
-                trainer, rollout, **{"source" if rank < 2 else "target": source if rank < 2 else target}, **options
-            )
-        except MismatchError as error:
-            found.append(str(error))
+    def placed(placement: Placement) -> dict[str, Any]:
+        return state_on(trainer, lambda *_: [placement], 0, {"x": (4,)})
 
-    x, y = torch.zeros(2, 3), torch.zeros(4)
-    attempt({"x": x, "y": y}, {"x": x.T, "z": y})
-    attempt({"x": x}, {"x": x}, staging_bytes=1000 + rank)
-    here = {"x": state_on(trainer, lambda *_: [Shard(0)], 0, {"x": (4,)}).get("x")}
-    attempt({} if rank == 1 else here, {"x": y})
     source, target = {"x": y.clone()}, {"x": y.clone()}
-    sync = Resharder(trainer, rollout, **{"source" if rank < 2 else "target": source if rank < 2 else target})
+    sync = resharder(source, target)
     if rank == 1:
         source["x"] = torch.ones(5)
-    try:
-        sync()
-    except MismatchError as error:
-        found.append(str(error))
+    for call, *texts in (
+        (
+            lambda: resharder({"x": x, "y": y}, {"x": x.T, "z": y}),
+            "x: (2, 3) on ranks 0, 1, (3, 2) on ranks 2, 3",
+            "y: in the source ((4,) on ranks 0, 1), not in the target",
+            "z: in the target ((4,) on ranks 2, 3), not in the source",
+        ),
+        (
+            lambda: resharder({"x": x}, {"x": x}, staging_bytes=1000 + rank),
+            "staging_bytes: 1000 on rank 0, 1001 on rank 1",
+        ),
+        (
+            lambda: resharder({} if rank == 1 else placed(Shard(0)), {"x": y}),
+            "x: in the source on rank 0, but not on rank 1",
+        ),
+        (sync, ", with other tensors than planned on rank 1"),
+        (
+            lambda: resharder(placed(Shard(0) if rank == 0 else Replicate()), {"x": y}),
+            "x: in the source as [Shard(0)], torch.float32, on rank 0, as [Replicate()], torch.float32, on",
+        ),
+    ):
+        with pytest.raises(MismatchError) as error:
+            call()
+        assert all(text in str(error.value) for text in texts), error.value
     source["x"] = torch.full((4,), 7.0)  # another tensor of that shape is no change
     sync()
     assert rank < 2 or target["x"].tolist() == [7.0] * 4
-    there = state_on(trainer, lambda *_: [Shard(0) if rank == 0 else Replicate()], 0, {"x": (4,)}).get("x")
-    attempt({"x": there}, {"x": y})
-    assert len(found) == 5
-    assert "x: (2, 3) on ranks 0, 1, (3, 2) on ranks 2, 3" in found[0]
-    assert "y: in the source ((4,) on ranks 0, 1), not in the target" in found[0]
-    assert "z: in the target ((4,) on ranks 2, 3), not in the source" in found[0]
-    assert "staging_bytes: 1000 on rank 0, 1001 on rank 1" in found[1]
-    assert "x: in the source on rank 0, but not on rank 1" in found[2]
-    assert ", with other tensors than planned on rank 1" in found[3]
-    assert "x: in the source as [Shard(0)], torch.float32, on rank 0, as [Replicate()], torch.float32, on" in found[4]
 
 
 def refused(error: type[PgmeshError], source: Any, target: Any, **options: Any) -> str:
@@ -377,52 +370,39 @@ NAMES = [f"w{i}" for i in range(6)]
 
 def in_small_messages(timeout: float, target: Any = None) -> tuple[Resharder, dict[str, torch.Tensor] | None]:
     """A Resharder from ranks 0 and 1 to ranks 2 and 3, and the target there, which is given or of plain tensors."""
-    source = None
-    if dist.get_rank() < 2:
-        source = {name: torch.full((1000,), 1.0) for name in NAMES}
-    elif target is None:
+    if dist.get_rank() > 1 and target is None:
         target = {name: torch.zeros(1000) for name in NAMES}
-    sides = {"source": source, "target": target}
-    return Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides, staging_bytes=8000, timeout=timeout), target
+    source = {name: torch.full((1000,), 1.0) for name in NAMES}
+    return resharder(source, target, staging_bytes=8000, timeout=timeout), target
 
 
 def has_arrived(target: dict[str, torch.Tensor] | None) -> bool:
     return target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
 
 
-def absent_then_late() -> list[Any]:
+@on_ranks(4, fresh=True)  # whose ranks are in no collective of an earlier test
+def test_absent_rank_is_named_and_joins_next_call():
     """Rank 0 does not come to the first call, joins the others in their second one, and comes last to the third."""
-    rank = dist.get_rank()
-    source = {"x": torch.full((1000,), 1.0)} if rank < 2 else None
-    target = {"x": torch.zeros(1000)} if rank >= 2 else None
+    rank, target = dist.get_rank(), torch.zeros(1000)
     trainer = ProcessGroupMesh(2, ranks=range(2), name="trainer")
-    sync = Resharder(trainer, Layout(2, ranks=[2, 3]), source=source, target=target, timeout=3)
+    sync = resharder({"x": torch.full((1000,), 1.0)}, {"x": target}, trainer, timeout=3)
     if rank == 0:
         time.sleep(4.5)
-        late = ("", "", 0.0)
     else:
-        late = outcome(sync)
-        assert target is None or not target["x"].any(), "nothing was written"
-    again = outcome(sync)  # rank 0 joins the others, which wait in their second call
-    assert target is None or target["x"].tolist() == [1.0] * 1000
+        error, text, seconds = outcome(sync)
+        assert error == "MissingRanksError"
+        assert text.startswith(
+            "the transfer from ranks 0, 1 of mesh 'trainer' to ranks 2, 3: rank 0 did not arrive in 3 s.\n"
+            "  rank 0: at test_resharder.py:"
+        )
+        assert seconds < 3 + 2
+        assert not target.any(), "nothing was written"
+    assert outcome(sync)[:2] == ("", "")  # rank 0 joins the others, which wait in their second call
+    assert rank < 2 or target.tolist() == [1.0] * 1000
     if rank == 0:
         time.sleep(2.0)  # the others connect again meanwhile
-    return [late, again, outcome(sync), sync.torn]
-
-
-def test_absent_rank_is_named_and_joins_next_call():
-    with fresh_world(4) as own:  # whose ranks are in no collective of an earlier test
-        results = own.run(absent_then_late)
-    for rank, (late, again, last, torn) in enumerate(results):
-        print(rank, *late)
-        assert (again[:2], last[:2], torn) == (("", ""), ("", ""), False)
-        if rank:
-            assert late[0] == "MissingRanksError"
-            assert late[1].startswith(
-                "the transfer from ranks 0, 1 of mesh 'trainer' to ranks 2, 3: rank 0 did not arrive in 3 s.\n"
-                "  rank 0: at test_resharder.py:"
-            )
-            assert late[2] < 3 + 2
+    assert outcome(sync)[:2] == ("", "")
+    assert not sync.torn
 
 
 @on_ranks(3, fresh=True)
@@ -438,8 +418,7 @@ def test_equal_models_in_another_order_are_a_mismatch():
     """The source calls the Resharders of two equal models in one order, the target in the other; then both in one."""
     rank = dist.get_rank()
     tensors = [torch.full((2,), float(i) if rank < 2 else -1.0) for i in range(2)]
-    side = "source" if rank < 2 else "target"
-    sync = [Resharder(Layout(2), Layout(2, ranks=[2, 3]), **{side: {"x": tensor}}) for tensor in tensors]
+    sync = [resharder({"x": tensor}, {"x": tensor}) for tensor in tensors]
     for i in range(2):
         kind, text, _ = outcome(sync[i if rank < 2 else 1 - i])
         assert kind == "MismatchError"
@@ -453,19 +432,15 @@ def test_equal_models_in_another_order_are_a_mismatch():
 @on_ranks(4)
 def test_calling_while_others_create_is_a_mismatch():
     """Rank 0 calls its Resharder while the others create theirs again. All are told, and then all create one."""
-    rank = dist.get_rank()
-    sides = {"source": {"x": torch.full((2,), 5.0)}} if rank < 2 else {"target": {"x": torch.zeros(2)}}
-
-    def create() -> Resharder:
-        return Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
-
+    rank, target = dist.get_rank(), torch.zeros(2)
+    create = functools.partial(resharder, {"x": torch.full((2,), 5.0)}, {"x": target})
     sync = create()
     kind, text, _ = outcome(sync if rank == 0 else create)
     assert kind == "MismatchError"
     assert "the creation of a Resharder on rank" in text
     assert "Create a new Resharder" in text
     create()()
-    assert rank < 2 or sides["target"]["x"].tolist() == [5.0] * 2
+    assert rank < 2 or target.tolist() == [5.0] * 2
 
 
 class Generator(nn.Module):

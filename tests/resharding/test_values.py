@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from pgmesh import Layout, MismatchError, ProcessGroupMesh
-from pgmesh.resharding import Resharder, reshard
+from pgmesh import MismatchError, ProcessGroupMesh
+from pgmesh.resharding import reshard
+from tests.support.transfer_oracle import resharder
 from tests.support.worlds import on_ranks
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
@@ -20,10 +21,8 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 def error_of(source: torch.Tensor | None, target: torch.Tensor | None, **options: bool) -> str:
     """The error of a Resharder from ranks 0 and 1 to ranks 2 and 3; empty if it moves the tensor."""
-    rank = dist.get_rank()
-    side = {"source": {"x": source}} if rank < 2 else {"target": {"x": target}}
     try:
-        Resharder(Layout(2), Layout(2, ranks=[2, 3]), **side, **options)()
+        resharder({"x": source}, {"x": target}, **options)()
     except MismatchError as error:
         return str(error)
     return ""

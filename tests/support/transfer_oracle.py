@@ -9,9 +9,19 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from pgmesh import Layout
+from pgmesh.resharding import Resharder
+
+TRAINER, ROLLOUT = Layout(2), Layout(2, ranks=[2, 3])
+
+
+def resharder(source: Any, target: Any, trainer: Any = TRAINER, **options: Any) -> Resharder:
+    """From ranks 0 and 1, which pass the source, to ranks 2 and 3, which pass the target."""
+    side = {"source": source} if dist.get_rank() < 2 else {"target": target}
+    return Resharder(trainer, ROLLOUT, **side, **options)
 
 
 class Case(NamedTuple):
