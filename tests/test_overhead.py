@@ -145,9 +145,6 @@ def test_import_of_pgmesh_loads_no_other_module():
     modules = loaded("import pgmesh")
     assert [name for name in modules if name.startswith("pgmesh")] == ["pgmesh"]
     assert not modules.intersection(NEVER_FIRST)
-
-
-def test_layout_and_options_load_neither_torch_nor_numpy():
     assert not loaded("import pgmesh; pgmesh.Layout(dp=2), pgmesh.GroupOptions()") & {"torch", "numpy"}
 
 

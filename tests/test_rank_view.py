@@ -15,7 +15,7 @@ BOX = Layout(pp=2, dp=2, tp=2)
 
 
 @pytest.mark.parametrize("ranks", [range(8), [3, 1, 4, 7, 5, 0, 2, 6]], ids=["in order", "permuted"])
-@pytest.mark.parametrize("rank", range(8))
+@pytest.mark.parametrize("rank", [0, 5])
 def test_rank_view_answers_as_the_mesh(rank, ranks):
     with fake_rank(rank, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks)

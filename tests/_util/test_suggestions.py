@@ -98,7 +98,7 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 @pytest.mark.parametrize("size", [1, 6, 8])
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(call=calls(), ranks=st.none() | RANKS, name=st.sampled_from([None, "actor"]))
 def test_suggested_meshes_keep_ranks_and_name(size, call, ranks, name):
     shape, sizes, mistakes = call
@@ -117,7 +117,7 @@ def test_suggested_meshes_keep_ranks_and_name(size, call, ranks, name):
             check(error, names, is_right, mistakes)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     nodes=st.sampled_from(["2x4", "1x6", [4, 4], "3x4,2"]),

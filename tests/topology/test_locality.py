@@ -57,7 +57,7 @@ def levels(draw, ranks: int) -> HostLevel:
     return HostLevel("host", tuple(runs))
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(layouts(), st.data())
 def test_locality_equals_a_count_of_each_rank(layout, data):
     level = data.draw(levels(max(layout.ranks()) + 1))
@@ -65,7 +65,7 @@ def test_locality_equals_a_count_of_each_rank(layout, data):
     assert locality_of(layout, axes, level) == by_hand(layout, axes, level)
 
 
-@pytest.mark.parametrize("nodes", ["131072x8", "8192x128", "1024x1024"])
+@pytest.mark.parametrize("nodes", ["131072x8", "8192x128"])
 def test_locality_of_a_million_ranks_is_exact(nodes):
     layout = Layout(**A_MILLION)
     calls = 0
