@@ -22,7 +22,7 @@ from pgmesh import Layout, PgmeshError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
 from tests.support import golden_files
 from tests.support.fake_world import fake_rank
-from tests.support.worlds import world
+from tests.support.worlds import fresh_world, world
 
 DOCS = Path(__file__).parents[2] / "docs" / "coming_from"
 FUNCTIONS = json.loads(golden_files.read("functions-of-pages.json"))
@@ -211,6 +211,14 @@ SAYS: dict[str, Callable[[int], str]] = {
 @pytest.mark.parametrize("page", SAYS)
 def test_the_script_of_a_page_runs(page: str):
     assert world(8).run(said_by, script_of(page)) == [f"{SAYS[page](rank)}\n" for rank in range(8)]
+
+
+def test_script_of_frameworks_prints_what_is_shown():
+    page = (DOCS.parent / "frameworks.md").read_text(encoding="utf-8")
+    ((program, shown),) = re.findall(r"^```python\n(.*?)^```\n\n```console\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert page.count("```python") == 1
+    with fresh_world(4) as own:
+        assert own.run(said_by, program)[0] == shown
 
 
 @pytest.mark.parametrize("page", PAGES)
