@@ -48,8 +48,6 @@ def new_group(mesh: ProcessGroupMesh) -> Any:
 
 GROUPS: dict[str, Callable[[ProcessGroupMesh], Any]] = {
     "axes": lambda mesh: mesh.group("dp", "tp"),
-    "a tag": lambda mesh: mesh.group("dp", "tp", tag="another"),
-    "a view": lambda mesh: mesh.view(pp=4).group("pp", tag="view"),
     "any ranks": lambda mesh: mesh.group_of(range(4), tag="any"),
     "a device mesh": lambda mesh: mesh.view(pp=4).device_mesh("pp").get_group(),
 }
@@ -115,8 +113,8 @@ def test_start_of_pairs_counts_as_no_operation():
 
 
 @on_ranks(2)
-def test_detail_names_member_that_is_missing():
-    with detail():
+def test_detail_names_missing_member_and_other_options():
+    with detail(), logged_lines():
         mesh = ProcessGroupMesh(2, name="actor")
         mesh.configure(0, timeout=T)
         if mesh.rank == 0:
@@ -128,12 +126,8 @@ def test_detail_names_member_that_is_missing():
         dist.barrier()
         mesh.release()
         check_sums(groups_of(mesh))
-
-
-@on_ranks(2)
-def test_detail_raises_mismatch_of_options():
-    with detail(), logged_lines():
-        mesh = ProcessGroupMesh(2, name="actor")
+        dist.barrier()
+        mesh.release()
         mesh.configure(0, timeout=60 + mesh.rank)
         error = attempt(lambda: dist.all_reduce(torch.ones(1), group=mesh.group()))
         assert error.kind in (MismatchError.__name__, "RuntimeError"), error

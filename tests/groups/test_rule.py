@@ -44,11 +44,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return [json.loads(file.read_text()) for file in files]
 
 
-def stages(ranks: Ranks, what: str) -> list[Any]:
-    """What each rank has found at each stage before the first verb of a layer."""
-    return [rank[stage][what] for rank in ranks for stage in STAGES if stage in rank]
-
-
 def test_thread_lives_only_while_members_are_missing(ranks: Ranks):
     assert len(ranks[0]["while a member is missing"]["threads of pgmesh"]) == 1
     for rank in ranks:
@@ -62,33 +57,20 @@ def test_group_costs_no_more_than_new_group(ranks: Ranks):
         of_torch, of_mesh = rank["of torch"][-1], rank["of a mesh"][-1]
         assert of_torch["ports"] == 1
         assert all(of_mesh[what] <= number for what, number in of_torch.items()), (of_mesh, of_torch)
+    assert ranks[0]["while a member is missing"]["ports"] == ranks[0]["of torch"][0]["ports"]  # that of Gloo
     first, of_torch = ranks[0]["once connected"], ranks[0]["of torch"][-1]
     assert first["threads"] <= of_torch["threads"]
     assert first["ports"] == of_torch["ports"]
     assert first["descriptors"] <= of_torch["descriptors"] + 2
 
 
-def test_group_opens_no_port_of_ours(ranks: Ranks):
-    """The one port is that of the Gloo backend, also before it is connected."""
-    assert ranks[0]["while a member is missing"]["ports"] == ranks[0]["of torch"][0]["ports"] == 1
-
-
-def test_group_installs_no_signal_handler(ranks: Ranks):
-    for rank in ranks:
-        assert all(found == rank["handlers before"] for found in stages([rank], "signal handlers"))
-
-
-def test_group_opens_no_file_of_proc(ranks: Ranks):
-    assert stages(ranks, "opened") == [[]] * len(stages(ranks, "opened"))
-
-
-def test_import_replaces_three_names_of_torch(ranks: Ranks):
+def test_group_changes_nothing_else_of_the_process(ranks: Ranks):
+    """Neither signal handlers nor, after the import, names of torch; and it opens no file of ``/proc``."""
     for rank in ranks:
         assert rank["changed by the import"] == PATCHES
-
-
-def test_groups_replace_no_further_name_of_torch(ranks: Ranks):
-    assert all(found == PATCHES for found in stages(ranks, "from pgmesh"))
+        unchanged = {"signal handlers": rank["handlers before"], "opened": [], "from pgmesh": PATCHES}
+        for stage in [rank[name] for name in STAGES if name in rank]:
+            assert {what: stage[what] for what in unchanged} == unchanged
 
 
 def test_connect_starts_thread(ranks: Ranks):
