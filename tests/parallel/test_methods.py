@@ -13,7 +13,6 @@ from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import DataParallel, ExpertParallel, ShardedDataParallel, TensorParallel, compose, mix
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
-    ROWS,
     TinyGPT,
     assert_same,
     assert_same_run,
@@ -31,10 +30,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks
 pytestmark = pytest.mark.long
 
 
-def split(mesh: ProcessGroupMesh) -> TensorParallel:
-    return TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
-
-
 def held(module: nn.Module) -> int:
     """Number of elements of this rank's parameters."""
     return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.parameters())
@@ -44,12 +39,12 @@ def held(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-@on_ranks(8)
+@on_ranks(4)
 def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | type[ShardedDataParallel]):
-    mesh = ProcessGroupMesh(dp=8)
+    mesh = ProcessGroupMesh(dp=4)
     data = kind(mesh, "dp")
     module = data.apply(TinyGPT())
-    codes, target = map(compose(mesh, data).share, batch(0, 2 * ROWS))
+    codes, target = map(compose(mesh, data).share, batch(0))
     for i in range(2):
         with data.accumulate(module, last=i == 1):
             (loss_of(module(codes[i : i + 1]), target[i : i + 1]) / 2).backward()
@@ -61,26 +56,6 @@ def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | t
         dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group())
         dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.group())
         assert bool((most == least).all()) == (i == 1)  # ranks agree after the last alone
-
-
-def batch_norm_buffers(kind: type[DataParallel] | type[ShardedDataParallel]) -> list[float]:
-    """The running mean of each of two steps, on ranks with different rows, before the second step's own update."""
-    mesh = ProcessGroupMesh(dp=2, name=kind.__name__)
-    module = kind(mesh, "dp").apply(nn.Sequential(nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 2)))
-    norm = (module.module if kind is DataParallel else module)[0]
-    seen: list[float] = []
-    for _ in range(2):
-        hook = norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean[0].item()))
-        module(torch.full((4, 2), 1.0 + mesh.rank)).sum().backward()
-        hook.remove()
-    return seen
-
-
-@on_ranks(2)
-def test_ddp_broadcasts_buffers_and_fully_shard_does_not():
-    """As in torch: DDP broadcasts buffers before each forward pass, fully_shard leaves them alone."""
-    assert batch_norm_buffers(DataParallel) == [0.0, 1.0]
-    assert batch_norm_buffers(ShardedDataParallel) == [0.0, 1.0 + dist.get_rank()]
 
 
 class Counting(nn.Module):
@@ -96,13 +71,14 @@ class Counting(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A dense layer, then two experts with different buffers."""
+    """A dense layer with a buffer, then two experts with different buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dense, self.mix, self.experts = nn.Linear(2, 2), mix, nn.ModuleList([Counting(), Counting()])
         self.experts[1].number.fill_(1.0)
+        self.dense.register_buffer("own", torch.zeros(()))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         chosen = torch.arange(len(rows)).view(-1, 1) % 2
@@ -110,15 +86,17 @@ class Mixture(nn.Module):
 
 
 @on_ranks(2)
-def test_ddp_leaves_buffers_of_experts_alone():
+def test_ddp_broadcasts_all_buffers_except_of_experts():
     mesh = ProcessGroupMesh(dp=2)
     rows = torch.ones(4, 2)
     for frozen in (False, True):  # DDP takes no frozen module, so DataParallel broadcasts that one itself
         together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(mesh, "dp"))
         model = together.apply(Mixture().requires_grad_(not frozen))
-        for _ in range(2):
+        for step in range(2):
             torch.testing.assert_close(model(together.share(rows)), together.share(Mixture()(rows)))
-        assert [each.item() for _, each in model.named_buffers()] == [mesh.index("dp")]
+            of_dense, of_expert = (each for _, each in model.named_buffers())
+            assert (of_dense.item(), of_expert.item()) == (mesh.index("dp") * frozen * step, mesh.index("dp"))
+            of_dense.fill_(mesh.index("dp"))
     check_sums(groups_of(mesh))
 
 
@@ -156,15 +134,12 @@ def test_sharding_along_one_two_or_replicated_axes():
         assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
         dist.barrier()
     with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), split(mesh))
-        module = together.apply(TinyGPT())
-        assert_same_run(train_parallel(module, together.share), train_alone(TinyGPT()))
-        weight = module.blocks[0].up.weight
+        tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+        weight = compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), tensor).apply(TinyGPT()).blocks[0].up.weight
         assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
         assert weight.to_local().numel() == weight.numel() / 8
-        assert weight.device_mesh.get_group("dp_cp") is mesh.group("dp", "cp")
-        assert weight.device_mesh.get_group("tp") is mesh.group("tp")
-        dist.barrier()
+        groups = [weight.device_mesh.get_group(name) for name in ("dp_cp", "tp")]
+        assert groups == [mesh.group("dp", "cp"), mesh.group("tp")]
 
 
 @on_ranks(4)
