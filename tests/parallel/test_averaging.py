@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,28 +29,19 @@ def replaced_by_hand(model: nn.Module) -> None:
     owner.weight = nn.Parameter(owner.weight.detach().clone())
 
 
-REPLACEMENTS = {"assign": replaced_by_loading, "by hand": replaced_by_hand}
-
-
-@pytest.mark.parametrize("how", REPLACEMENTS)
 @on_ranks(2)
-def test_replaced_parameters_of_ddp_raise(how: str):
+def test_replaced_parameters_of_ddp_raise():
+    """Those of sharded modules are averaged."""
     with ProcessGroupMesh(dp=2) as mesh:
-        together, codes = compose(mesh, DataParallel(mesh, "dp")), batch(0)[0]
-        for steps_before in (0, 3):
+        together, (codes, target) = compose(mesh, DataParallel(mesh, "dp")), batch(0)
+        for replace, steps_before in itertools.product((replaced_by_loading, replaced_by_hand), (0, 3)):
             model = together.apply(TinyGPT(layers=1))
             for _ in range(steps_before):
                 model(together.share(codes)).sum().backward()
-            REPLACEMENTS[how](model)
+            replace(model)
             with pytest.raises(MethodError, match="was replaced after apply: ranks would not average its gradients"):
                 model(together.share(codes))
-
-
-@on_ranks(2)
-def test_parameters_assigned_to_sharded_model_are_averaged():
-    with ProcessGroupMesh(dp=2) as mesh:
-        together, (codes, target) = compose(mesh, ShardedDataParallel(mesh, "dp")), batch(0)
-        model, alone = together.apply(TinyGPT(layers=1)), TinyGPT(layers=1)
+        model, alone = compose(mesh, ShardedDataParallel(mesh, "dp")).apply(TinyGPT(layers=1)), TinyGPT(layers=1)
         replaced_by_loading(model)
         loss_of(model(together.share(codes)), together.share(target)).backward()
         loss_of(alone(codes), target).backward()
@@ -141,17 +133,17 @@ def test_pipeline_loss_with_weights_raises(mesh: ProcessGroupMesh):
 
 
 @needs_pipelines
-@pytest.mark.parametrize("kind", ["data", "sharded", "pipeline"])
+@pytest.mark.parametrize("kind", ["data", "pipeline"])
 @on_ranks(4)
 def test_optimizer_of_other_weights_raises_in_first_step(kind: str):
+    """Until they are of a module that a composition, or another one, has applied."""
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         loss, (codes, target) = Loss(), batch(0)
-        function = lambda output, labels: loss(output, labels)  # noqa: E731
-        methods = {
-            "data": lambda: [DataParallel(mesh, "dp", "other")],
-            "sharded": lambda: [ShardedDataParallel(mesh, "dp", "other")],
-            "pipeline": lambda: [gpt_stages(mesh, "other", loss=function), DataParallel(mesh, "dp")],
-        }[kind]()
+        if kind == "data":
+            methods = [DataParallel(mesh, "dp", "other")]
+        else:
+            stages = gpt_stages(mesh, "other", loss=lambda output, labels: loss(output, labels))
+            methods = [stages, DataParallel(mesh, "dp")]
         together = compose(mesh, *methods)
         model = together.apply(TinyGPT(layers=2))
         optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
@@ -169,20 +161,13 @@ def test_optimizer_of_other_weights_raises_in_first_step(kind: str):
             variables = {"together": together, "other": loss}
             exec(str(caught.value).splitlines()[-2].strip(), variables)
             loss = variables["other"]
-            optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+            another = compose(mesh, DataParallel(mesh, "dp", "other")).apply(small())
+            trained = [weight for module in (model, loss, another) for weight in module.parameters()]
+            optimizer = torch.optim.SGD(trained, lr=0.1)
             backward(loss)
+            another(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
             optimizer.step()
         check_sums(groups_of(mesh))
-
-
-@on_ranks(2)
-def test_optimizer_of_two_compositions_steps():
-    with ProcessGroupMesh(dp=2) as mesh:
-        models = [compose(mesh, DataParallel(mesh, "dp")).apply(small()) for _ in range(2)]
-        optimizer = torch.optim.SGD([weight for model in models for weight in model.parameters()], lr=0.1)
-        for model in models:
-            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-        optimizer.step()
 
 
 # ---- one method in two compositions ----

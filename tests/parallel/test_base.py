@@ -32,40 +32,17 @@ from pgmesh.parallel import (
 )
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
+from tests.support.own_methods import AverageLater, Positions, Rows, Weights
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 
-class Signs(Method):
-    """Appends its name to a list on the module."""
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        module.signed = [*getattr(module, "signed", []), str(self)]
-        return module
-
-
-class Tensor(Signs):
-    differs = "weights"
-
-
-class Context(Signs):
-    differs = "positions"
-
-
-class Data(Signs):
-    differs = "rows"
-
-
-class Later(Data):
-    averages_later = True
-
-
-class Experts(Signs):
+class Experts(Rows):
     """May overlap the ranks of other methods, except those of pipeline stages."""
 
     differs = "experts"
 
 
-class Pipeline(Signs):
+class Pipeline(Rows):
     """Appends to the list before and after the other methods are applied."""
 
     differs = "weights"
@@ -80,12 +57,12 @@ class Pipeline(Signs):
 
 
 def test_method_keeps_axes_in_mesh_order(mesh: ProcessGroupMesh):
-    method = Data(mesh, "tp", "dp")
+    method = Rows(mesh, "tp", "dp")
     assert (method.mesh, method.owns, method.average_axes) == (mesh, ("dp", "tp"), ("dp", "tp"))
-    assert str(method) == "Data along dp, tp"
-    assert Data(mesh, -1).owns == ("tp",)
-    assert Data(mesh.view(4, 2), 1, 0).owns == (0, 1)
-    assert Data(mesh.at(pp=1), "dp").owns == ("dp",)
+    assert str(method) == "Rows along dp, tp"
+    assert Rows(mesh, -1).owns == ("tp",)
+    assert Rows(mesh.view(4, 2), 1, 0).owns == (0, 1)
+    assert Rows(mesh.at(pp=1), "dp").owns == ("dp",)
 
 
 def hybrid(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
@@ -94,7 +71,7 @@ def hybrid(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.Process
 
 
 def experts(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
-    compose(mesh, Data(mesh, "pp"), ExpertParallel(mesh, "dp", options=options), unowned=["dp", "tp"])
+    compose(mesh, Rows(mesh, "pp"), ExpertParallel(mesh, "dp", options=options), unowned=["dp", "tp"])
     return [mesh.group("pp"), mesh.group("dp"), mesh.group("pp", "dp")]
 
 
@@ -119,8 +96,8 @@ def test_options_apply_to_every_group_of_a_method(made: Callable[..., Any], rank
 
 def test_apply_follows_levels_in_any_argument_order(mesh: ProcessGroupMesh):
     mesh = mesh.view(pp=2, dp=1, cp=2, tp=2)
-    methods = [Pipeline(mesh, "pp"), Data(mesh, "dp"), Context(mesh, "cp"), Tensor(mesh, "tp")]
-    inside_out = ["cut", "Tensor along tp", "Context along cp", "Data along dp", "Pipeline along pp"]
+    methods = [Pipeline(mesh, "pp"), Rows(mesh, "dp"), Positions(mesh, "cp"), Weights(mesh, "tp")]
+    inside_out = ["cut", "Weights along tp", "Positions along cp", "Rows along dp", "Pipeline along pp"]
     for given in (methods, methods[::-1]):
         module = compose(mesh, *given).apply(nn.Identity())
         assert module.signed == inside_out
@@ -128,9 +105,9 @@ def test_apply_follows_levels_in_any_argument_order(mesh: ProcessGroupMesh):
 
 
 def test_a_composition_says_what_a_data_loader_needs(mesh: ProcessGroupMesh):
-    one = compose(mesh, Tensor(mesh, "tp"), Data(mesh, "dp"), Pipeline(mesh, "pp"))
+    one = compose(mesh, Weights(mesh, "tp"), Rows(mesh, "dp"), Pipeline(mesh, "pp"))
     assert (one.num_replicas, one.rank) == (2, 0)
-    two = compose(mesh, Data(mesh, "tp"), Later(mesh, "pp"), unowned=["dp"])
+    two = compose(mesh, Rows(mesh, "tp"), AverageLater(mesh, "pp"), unowned=["dp"])
     assert (two.num_replicas, two.rank) == (mesh.size("pp", "tp"), mesh.index("pp", "tp")) == (4, 3)
     none = compose(mesh, unowned=mesh.axes)
     assert (none.num_replicas, none.rank) == (1, 0)
@@ -153,7 +130,7 @@ class Example:
 def test_share_cuts_all_tensors_of_a_nest(mesh: ProcessGroupMesh):
     """Rank 5 has the first half of the rows, and the second half of the positions."""
     context = ContextParallel(mesh, "tp", attention="ulysses")
-    together = compose(mesh, Data(mesh, "dp"), context, unowned=["pp"])
+    together = compose(mesh, Rows(mesh, "dp"), context, unowned=["pp"])
     codes, weight = torch.arange(16).view(4, 4), torch.arange(4)
     mine = codes[:2, 2:]
     assert together.share(codes).equal(mine)
@@ -165,7 +142,7 @@ def test_share_cuts_all_tensors_of_a_nest(mesh: ProcessGroupMesh):
     assert shared["more"][0].equal(weight[:2])
     assert (shared["more"][1], shared["batch"].name, shared["example"].rows) == (None, "one", 4)
     assert nest["example"].codes is codes
-    rows = compose(mesh, Data(mesh, "dp"), unowned=["pp", "tp"])
+    rows = compose(mesh, Rows(mesh, "dp"), unowned=["pp", "tp"])
     assert [each.shape for each in rows.share((codes, torch.ones(4, 6)))] == [(2, 4), (2, 6)]
     assert rows.share(("one", 2, 3.0, None, b"4", True)) == ("one", 2, 3.0, None, b"4", True)
     assert rows.share((weight, torch.tensor(3.0)))[1].item() == 3.0
@@ -179,12 +156,12 @@ def test_average_axes_are_those_of_rows_and_positions(mesh: ProcessGroupMesh):
         compose(mesh, data, *others, unowned=mesh.axes)
         return data.average_axes
 
-    assert average_axes(Data(mesh, "dp"), Tensor(mesh, "tp"), Pipeline(mesh, "pp")) == ("dp",)
-    assert average_axes(Data(mesh, "dp"), Context(mesh, "tp")) == ("dp", "tp")
-    assert average_axes(Data(mesh, "dp"), Context(mesh, "tp"), Later(mesh, "pp")) == ("dp", "tp")
-    assert average_axes(ShardedDataParallel(mesh, "tp"), Context(mesh, "pp", "dp")) == ("pp", "dp", "tp")
+    assert average_axes(Rows(mesh, "dp"), Weights(mesh, "tp"), Pipeline(mesh, "pp")) == ("dp",)
+    assert average_axes(Rows(mesh, "dp"), Positions(mesh, "tp")) == ("dp", "tp")
+    assert average_axes(Rows(mesh, "dp"), Positions(mesh, "tp"), AverageLater(mesh, "pp")) == ("dp", "tp")
+    assert average_axes(ShardedDataParallel(mesh, "tp"), Positions(mesh, "pp", "dp")) == ("pp", "dp", "tp")
     one, two = mesh.at(pp=1), mesh.along("dp", "tp")
-    assert average_axes(Data(one, "dp"), Context(two, "tp")) == ("dp", "tp")
+    assert average_axes(Rows(one, "dp"), Positions(two, "tp")) == ("dp", "tp")
 
 
 def test_experts_do_not_lie_across_stages():
@@ -210,10 +187,10 @@ class Model(nn.Module):
 
 
 def test_trainable_weights_need_a_method_that_averages(mesh: ProcessGroupMesh):
-    alone = compose(mesh, Context(mesh, "dp"), unowned=["pp", "tp"])
+    alone = compose(mesh, Positions(mesh, "dp"), unowned=["pp", "tp"])
     alone.apply(nn.Linear(2, 2).requires_grad_(False))
     alone.apply(nn.Identity())
-    both = compose(mesh, Context(mesh, "dp"), Experts(mesh, "dp"), unowned=["pp", "tp"])
+    both = compose(mesh, Positions(mesh, "dp"), Experts(mesh, "dp"), unowned=["pp", "tp"])
     model = Model()
     with pytest.raises(
         AxisError, match=r"^ranks along dp=2 read .* of 2 trainable parameters, for example head\.weight"
@@ -224,15 +201,15 @@ def test_trainable_weights_need_a_method_that_averages(mesh: ProcessGroupMesh):
         alone.apply(model)
     both.apply(model)  # experts are averaged by their method
     one = mesh.view(rows=1, pp=2, dp=2, tp=2)
-    compose(one, Context(one, "dp"), Data(one, "rows"), unowned=["pp", "tp"]).apply(nn.Linear(2, 2))
-    compose(mesh, Later(mesh, "dp"), unowned=["pp", "tp"]).apply(nn.Linear(2, 2))
+    compose(one, Positions(one, "dp"), Rows(one, "rows"), unowned=["pp", "tp"]).apply(nn.Linear(2, 2))
+    compose(mesh, AverageLater(mesh, "dp"), unowned=["pp", "tp"]).apply(nn.Linear(2, 2))
 
 
 # ---- owners of axes ----
 
 
 def test_experts_may_overlap_all_methods_except_pipelines(mesh: ProcessGroupMesh):
-    dense = [Data(mesh, "dp"), Tensor(mesh, "tp"), Pipeline(mesh, "pp")]
+    dense = [Rows(mesh, "dp"), Weights(mesh, "tp"), Pipeline(mesh, "pp")]
     for sizes, senders in [
         ({"pp": 2, "ep": 4}, ("ep",)),  # over dp and tp
         ({"pp": 2, "edp": 2, "ep": 2}, ("edp", "ep")),  # over tp
@@ -245,16 +222,16 @@ def test_experts_may_overlap_all_methods_except_pipelines(mesh: ProcessGroupMesh
 
 def test_methods_own_the_axes_of_their_slices(mesh: ProcessGroupMesh):
     rest = [Pipeline(mesh, "pp")]
-    compose(mesh, Data(mesh.at(pp=1), "dp"), Tensor(mesh, "tp"), *rest)
+    compose(mesh, Rows(mesh.at(pp=1), "dp"), Weights(mesh, "tp"), *rest)
     both = "dp=2 x tp=2, so their 4"
     for half, bare in {
         Experts(mesh.view(pp=2, ep=4), "ep"): both,
-        Data(mesh.at(pp=1), "dp"): "tp=2, so its 2",
+        Rows(mesh.at(pp=1), "dp"): "tp=2, so its 2",
     }.items():
         with pytest.raises(AxisError, match=f"^no method owns {bare} ranks would do the same work"):
             compose(mesh, half, *rest)
     with pytest.raises(AxisError, match=r"^no method owns pp=2"):
-        compose(mesh, Data(mesh.at(pp=1), "dp", "tp"))
+        compose(mesh, Rows(mesh.at(pp=1), "dp", "tp"))
 
 
 # ---- a method that raises half-way ----
@@ -311,10 +288,9 @@ def test_failed_apply_releases_its_groups():
         mesh.release("dp")
 
 
-class Raises(Method):
+class Raises(Weights):
     """Creates its group, and then raises an error, or returns None."""
 
-    differs = "weights"
     error: BaseException | None = None
 
     def apply(self, module: nn.Module) -> Any:
@@ -323,21 +299,19 @@ class Raises(Method):
             raise self.error
 
 
-FAILS = "^Raises along dp failed in apply: "
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "text"),
     [
-        (MethodError("weights are wanted."), MethodError, FAILS + r"MethodError: weights are wanted\.\n\nNew groups"),
-        (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
-        (None, MethodError, FAILS + "TypeError: apply returned None, not the module"),
+        (MethodError("weights are wanted."), MethodError, r"MethodError: weights are wanted\.\n\nNew groups"),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (None, MethodError, "TypeError: apply returned None, not the module"),
     ],
 )
 def test_failed_apply_wraps_errors_once(mesh: ProcessGroupMesh, error: Any, raised: Any, text: str):
     method = Raises(mesh, "dp")
     method.error = error
-    with pytest.raises(raised, match=text) as caught:
+    match = f"^Raises along dp failed in apply: {text}" if text else "^$"
+    with pytest.raises(raised, match=match) as caught:
         compose(mesh, method, Pipeline(mesh, "pp"), unowned=["tp"]).apply(nn.Identity())
     assert "Pipeline" not in str(caught.value)
     assert mesh.held() == ()  # without the group of all, which compared weights
@@ -346,7 +320,7 @@ def test_failed_apply_wraps_errors_once(mesh: ProcessGroupMesh, error: Any, rais
 # ---- found by name ----
 
 
-def test_an_unknown_name_is_answered_with_those_found():
+def test_name_of_no_or_two_packages_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ours = sorted(f"{point.name} ({point.value})" for point in metadata.entry_points(group="pgmesh.parallel"))
     assert find("data") is DataParallel
     assert "data (pgmesh.parallel.data:DataParallel)" in ours
@@ -360,32 +334,24 @@ def test_an_unknown_name_is_answered_with_those_found():
           ring = "its_module:ItsMethod"
         """,
     )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for package in ("one", "two"):
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[pgmesh.parallel]\nring = {package}:Ring\n")
+    with pytest.raises(MethodError) as caught:
+        find("ring")
+    text = str(caught.value)
+    assert text.startswith("2 installed packages provide a parallel method 'ring'; available: ")
+    assert "ring (one:Ring), ring (two:Ring)" in text
+    assert text.endswith("\n\n  from one import Ring\n  from two import Ring")
 
 
 def test_importing_pgmesh_parallel_loads_no_method():
     code = "import sys, pgmesh.parallel; print([m for m in sys.modules if m.startswith(('torch', 'pgmesh.parallel.'))])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "[]"
-
-
-def install_metadata(folder: Path, package: str, **methods: str) -> None:
-    """Write the metadata of an installed package with these entry points."""
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    lines = [f"{name} = {value}\n" for name, value in methods.items()]
-    (info / "entry_points.txt").write_text("".join(["[pgmesh.parallel]\n", *lines]))
-
-
-def test_invalid_entry_points_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    install_metadata(tmp_path, "one", ring="one:Ring")
-    install_metadata(tmp_path, "two", ring="two:Ring")
-    with pytest.raises(MethodError) as caught:
-        find("ring")
-    assert str(caught.value).startswith("2 installed packages provide a parallel method 'ring'; available: ")
-    assert "ring (one:Ring), ring (two:Ring)" in str(caught.value)
-    assert str(caught.value).endswith("\n\n  from one import Ring\n  from two import Ring")
 
 
 @pytest.mark.fault("a plugin raises half-way")

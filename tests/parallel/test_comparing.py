@@ -69,7 +69,7 @@ _KIND = "(24, 16) torch.float64 requires_grad"
 TOKENS = f"tokens.weight: {_KIND} on rank 0; {_KIND}, other values on ranks 1, 2, 3."
 
 
-@pytest.mark.parametrize("kind", ["tp, fsdp", "fsdp", "pp, fsdp", "cp, fsdp", "ep, fsdp"])
+@pytest.mark.parametrize("kind", ["tp, fsdp", "pp, fsdp", "ep, fsdp"])
 @on_ranks(4)
 def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str):
     with ProcessGroupMesh(other=2, dp=2) as mesh:
@@ -307,12 +307,11 @@ class Sequences(nn.Module):
         return self.attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2) + 0 * self.tokens.weight.sum()
 
 
-@pytest.mark.parametrize("attention", ["ring", "ulysses"])
 @on_ranks(4)
-def test_whole_sequences_on_each_rank_raise_until_cut(attention: str):
+def test_whole_sequences_on_each_rank_raise_until_cut():
     """A sampler gives all ranks along cp the same rows."""
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
-        context = ContextParallel(mesh, "cp", attention=attention)
+        context = ContextParallel(mesh, "cp")
         together = compose(mesh, DataParallel(mesh, "dp"), context)
         codes, _ = batch(0)
         for whole in (codes, Sequences().tokens(codes).detach()):

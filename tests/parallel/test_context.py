@@ -55,7 +55,6 @@ HOW = [
 @pytest.mark.parametrize(
     ("shape", "ranks", "axes"),
     [
-        ({"cp": 2, "dp": 2}, range(4), ["cp"]),
         ({"cp": 4}, [2, 0, 3, 1], ["cp"]),
         ({"a": 2, "b": 2}, range(4), ["a", "b"]),
         ({"dp": 4, "cp": 1}, range(4), ["cp"]),
@@ -110,9 +109,8 @@ def test_cut_gives_two_mirrored_chunks_per_rank(mesh):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("rows", [3, 1024])
-def test_ring_computes_scores_in_blocks_of_queries(mesh, monkeypatch, causal, rows):
-    monkeypatch.setattr(ring, "QUERY_BLOCK", rows)
+def test_ring_computes_scores_in_blocks_of_queries(mesh, monkeypatch, causal):
+    monkeypatch.setattr(ring, "QUERY_BLOCK", 3)
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, 2, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     alone = mesh.view(pp=8, cp=1).group("cp")

@@ -211,16 +211,6 @@ def test_method_of_module_in_ddp_raises():
         assert not any(weight._backward_hooks for weight in model.parameters())
 
 
-@on_ranks(2)
-def test_module_that_was_never_trained_is_freed():
-    with ProcessGroupMesh(a=2) as mesh:
-        model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
-        reference = weakref.ref(model.module)
-        del model
-        gc.collect()
-        assert reference() is None
-
-
 class Prints(nn.Module):
     """Breaks the graph."""
 
@@ -230,18 +220,19 @@ class Prints(nn.Module):
 
 
 @on_ranks(2)
-def test_compiled_wrapper_is_known_after_graph_breaks():
+def test_wrapper_may_be_compiled_evaluated_copied_or_freed():
     with ProcessGroupMesh(a=2) as mesh:
-        model = compose(mesh, DataParallel(mesh, "a")).apply(nn.Sequential(Prints(), nn.Linear(2, 2)))
+        together = compose(mesh, DataParallel(mesh, "a"))
+        model = together.apply(nn.Sequential(Prints(), nn.Linear(2, 2)))
         torch.compile(model, backend="eager")(torch.ones(2, 2)).sum().backward()
-
-
-@on_ranks(2)
-def test_evaluated_wrapper_or_copied_module_may_be_trained():
-    with ProcessGroupMesh(a=2) as mesh:
-        model = compose(mesh, DataParallel(mesh, "a")).apply(nn.Linear(2, 2))
+        model = together.apply(nn.Linear(2, 2))
         for each in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module)), model.eval()):
             each(torch.ones(2, 2)).sum().backward()
+        model = together.apply(WithMethod())  # never trained
+        reference = weakref.ref(model.module)
+        del model
+        gc.collect()
+        assert reference() is None
 
 
 # ---- accumulation of with_loss ----

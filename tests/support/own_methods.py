@@ -1,4 +1,4 @@
-"""Parallel methods of a program: four that change nothing, one for each kind, and one that averages weights later."""
+"""Parallel methods of a program: three that change no weights, one for each kind, and one that averages them later."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pgmesh.parallel import Method, local
 
 
 class Rows(Method):
+    """Appends its name to a list on the module."""
+
     differs = "rows"
 
     def apply(self, module: nn.Module) -> nn.Module:
+        module.signed = [*getattr(module, "signed", []), str(self)]
         return module
 
 
