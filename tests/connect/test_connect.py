@@ -84,13 +84,23 @@ def test_connect_and_release_keeps_number_of_keys():
 
 
 @on_ranks(4)
-def test_tags_and_chosen_ranks_connect():
+def test_connect_keeps_connected_groups_and_recreates_released_ones():
+    """Also those with a tag, and of any ranks."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.connect()
     mesh.connect("dp", "tp", tag="second")
-    check_sums({"tp": (mesh.group("tp", tag="second"), mesh.ranks("tp"))})
+    first = mesh.group("dp")
+    if mesh.rank == 0:  # it waits for no other rank
+        mesh.connect("dp")
     if mesh.rank != 1:
         mesh.connect(ranks=[0, 2, 3])
         check_sums({"three": (mesh.group_of([0, 2, 3]), [0, 2, 3])})
+    assert mesh.group("dp") is first
+    check_sums({"tp": (mesh.group("tp", tag="second"), mesh.ranks("tp")), **groups_of(mesh)})
+    mesh.release("dp")
+    mesh.connect("dp")
+    assert mesh.group("dp") is not first
+    check_sums(groups_of(mesh))
 
 
 @on_ranks(4)
@@ -130,21 +140,6 @@ def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
         "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
         "Its members are ranks 0, 1."
     )
-
-
-@on_ranks(4)
-def test_connect_keeps_connected_groups_and_recreates_released_ones():
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    mesh.connect()
-    first = mesh.group("dp")
-    if mesh.rank == 0:  # it waits for no other rank
-        mesh.connect("dp")
-    assert mesh.group("dp") is first
-    check_sums(groups_of(mesh))
-    mesh.release("dp")
-    mesh.connect("dp")
-    assert mesh.group("dp") is not first
-    check_sums(groups_of(mesh))
 
 
 @on_ranks(4)

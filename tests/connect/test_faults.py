@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,8 +64,7 @@ DIFFER: dict[str, tuple[dict[str, Any], str]] = {
         {"dp": 2, "tp": 2, "ranks": [3, 1, 2, 0]},
         "ranks: (0, 1, 2, 3) on ranks 0, 1, 2, (3, 1, 2, 0) on rank 3",
     ),
-    "options": (ALIKE, f"timeout: {worlds.DEADLINE} on ranks 0, 1, 2, 7.0 on rank 3"),
-    "backend": (ALIKE, "backend: gloo on ranks 0, 1, 2, cpu:gloo on rank 3"),
+    "timeout": (ALIKE, f"timeout: {worlds.DEADLINE} on ranks 0, 1, 2, 7.0 on rank 3"),
     "world": (ALIKE, "size of the world: 4 on ranks 0, 1, 2, 5 on rank 3"),
 }
 
@@ -86,10 +86,8 @@ def differ() -> dict[str, Attempt]:
     for what, (theirs, _) in DIFFER.items():
         with larger_world() if odd and what == "world" else contextlib.nullcontext():
             mesh = ProcessGroupMesh(**(theirs if odd else ALIKE), name=f"actor, {what}")
-            if odd and what == "options":
+            if odd and what == "timeout":
                 mesh.configure(*mesh.axes, timeout=timedelta(seconds=7))
-            if odd and what == "backend":
-                mesh.configure(*mesh.axes, backend="cpu:gloo")
             if odd:
                 wait_until_waiting(0, 1, 2)
             seen[what] = attempt(lambda mesh=mesh: mesh.connect(*mesh.axes, mesh.axes, timeout=LONG_TIMEOUT))
@@ -286,24 +284,22 @@ def test_rank_killed_in_first_collective_is_named(moment: str):
         assert failed.took < H + BEAT + SLACK
 
 
-@pytest.mark.parametrize("release", [True, False], ids=["released", "still held"])
 @on_ranks(4, "fast")
-def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool):
+def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path):
     """The first collective is done on all, but rank 3 takes it for lost; then all connect again."""
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-
-    def wait() -> None:
-        wait_for_flags(tmp_path, "connected", range(3))
-
-    with losing_all_reduces(before=wait) if mesh.rank == 3 else contextlib.nullcontext():
-        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
-    set_flag(tmp_path, f"connected {mesh.rank}")
-    dist.barrier()
-    if release:
-        mesh.release()
-    connect_and_check(mesh, mesh.axes)
-    assert failed.kind == ("MissingRanksError" if mesh.rank == 3 else "")
+    for tag in ("released", "still held"):
+        wait = partial(wait_for_flags, tmp_path, f"{tag} group connected", range(3))
+        with losing_all_reduces(before=wait) if mesh.rank == 3 else contextlib.nullcontext():
+            failed = attempt(lambda tag=tag: mesh.connect(mesh.axes, tag=tag, timeout=LONG_TIMEOUT))
+        set_flag(tmp_path, f"{tag} group connected {mesh.rank}")
+        dist.barrier()
+        if tag == "released":
+            mesh.release()
+        mesh.connect(mesh.axes, tag=tag, timeout=LONG_TIMEOUT)
+        check_sums({tag: (mesh.group(tag=tag), mesh.ranks())})
+        assert failed.kind == ("MissingRanksError" if mesh.rank == 3 else "")
 
 
 # ---- a member is stopped, and continues ----
@@ -403,14 +399,12 @@ def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
     assert not seen[3][0].kind  # it connects with the retry of the others
 
 
-def interrupt_at(where: str) -> Any:
-    """Ctrl-C in this process, at one place of ``connect``."""
-    stop = raises(KeyboardInterrupt())
-    if where == "making":
-        return mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop())
-    if where == "first collective":
-        return at_all_reduce(before=stop)
-    return faults(Fault(lambda each: key_of(each).endswith(where), before=stop, times=1))
+INTERRUPTS = {
+    "making": lambda stop: mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop()),
+    "first collective": lambda stop: at_all_reduce(before=stop),
+    "/broken": lambda stop: faults(Fault(lambda each: key_of(each).endswith("/broken"), before=stop, times=1)),
+}
+"""Ctrl-C in this process, at one place of ``connect``. connect/test_model.py has those at the other operations."""
 
 
 def one_is_interrupted(where: str) -> Attempt:
@@ -420,7 +414,7 @@ def one_is_interrupted(where: str) -> Attempt:
     mesh.connect("dp")
     if mesh.rank == 3 and where != "first collective":
         wait_until_waiting(0, 1, 2)
-    with interrupt_at(where) if mesh.rank == 3 else contextlib.nullcontext():
+    with INTERRUPTS[where](raises(KeyboardInterrupt())) if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect("dp", mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
     connect_and_check(mesh, mesh.axes)
@@ -428,7 +422,7 @@ def one_is_interrupted(where: str) -> Attempt:
 
 
 @pytest.mark.fault("Ctrl-C or SIGTERM while connecting")
-@pytest.mark.parametrize("where", ["making", "/broken", "/arrivals", "first collective"])
+@pytest.mark.parametrize("where", INTERRUPTS)
 def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
     seen = results(fast_world(4).outcomes(one_is_interrupted, where))
     for failed in seen:
