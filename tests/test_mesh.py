@@ -127,22 +127,6 @@ def test_rank_outside_knows_layout_and_creates_nothing():
         assert len(c10d._world.pg_map) == 1, "nothing but the world"
 
 
-def test_repr_of_a_root_recreates_it():
-    with fake_rank(5, 8):
-        for mesh in (
-            ProcessGroupMesh(2, 2, 2),
-            ProcessGroupMesh(pp=2, dp=-1, tp=2, name="actor"),
-            ProcessGroupMesh(dp=2, ranks=[7, 3], name="two"),
-            ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="half"),
-        ):
-            call = repr(mesh)
-            mesh.close()
-            again = eval(call)
-            assert repr(again) == call
-            assert again.layout == mesh.layout
-            again.close()
-
-
 def test_shrink_takes_positions_and_any_iterable(mesh, monkeypatch):
     """The axis is a position, and the spares are in an iterable."""
     shrink = mock.Mock(side_effect=pgmesh.LifetimeError("not in this test"))

@@ -1,4 +1,4 @@
-"""accelerate and torchtitan over our meshes, where they are installed, and what both count on, where they are not."""
+"""accelerate and torchtitan over our meshes, where they are installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from pgmesh import ProcessGroupMesh
 from tests.support.device_mesh_training import assert_same, batch, device_mesh_of, make_net, own_rows, train
@@ -85,10 +84,9 @@ def prepared(whole: Any, model: nn.Module) -> nn.Module:
     return fsdp2_prepare_model(accelerator, model)
 
 
-@pytest.mark.parametrize("prepare", [False, pytest.param(True, marks=needs("accelerate"))], ids=["torch", "accelerate"])
+@needs("accelerate")
 @on_ranks(4)
-def test_a_model_is_sharded_along_a_flattened_name(prepare: bool):
-    """accelerate shards along the flattened name ``dp_shard_cp``; its own function, or what that comes to."""
+def test_accelerate_shards_along_a_flattened_name():
     mesh = ProcessGroupMesh(dp_replicate=2, dp_shard=2)
     whole = device_mesh_of(mesh)
     groups, before = groups_of(mesh), table_sizes()["pg_map"]
@@ -96,11 +94,7 @@ def test_a_model_is_sharded_along_a_flattened_name(prepare: bool):
     made = list(c10d._world.pg_map)[before:]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning)
-        model = (
-            prepared(whole, make_net())
-            if prepare
-            else fully_shard(make_net(), mesh=whole["dp_replicate", "dp_shard_cp"])
-        )
+        model = prepared(whole, make_net())
     assert_same(train(model, own_rows(mesh, "dp_replicate", "dp_shard")), train(make_net(), batch()))
     assert list(c10d._world.pg_map)[before:] == made
     assert len(made) == 1

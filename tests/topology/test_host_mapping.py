@@ -7,15 +7,15 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from pgmesh import Layout, MembershipError, MissingRanksError, ProcessGroupMesh
-from pgmesh.groups.world import current_world
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
 from tests.support.torch_tables import record_operations
-from tests.support.worlds import check_sums, fresh_world, on_ranks
+from tests.support.worlds import check_sums, on_ranks
 
 
 def placement_on(*hosts: str, boots: str | None = None) -> Placement:
@@ -76,38 +76,25 @@ def test_mesh_locality_describes_pretended_hosts():
     assert mesh.hosts() == ((0, 2), (1, 3))
 
 
-def half() -> list[str]:
-    """Two members of a mesh call ``locality``; then two of four ranks call ``hosts``; then all four."""
-    current_world().state_of(host_mapping.KnownHosts).by_rank.clear()
-    rank = dist.get_rank()
-    mesh, whole = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half"), ProcessGroupMesh(4, name="whole")
-    said = []
-    try:
-        said.append(mesh.locality("tp").kind)
-    except MembershipError as error:
-        said.append(str(error).splitlines()[0])
-    dist.barrier()
-    if rank in mesh:
-        try:
-            whole.hosts(timeout=timedelta(seconds=0.3))
-        except MissingRanksError as error:
-            said.append(str(error))
-    dist.barrier()
-    said.append(str(whole.hosts()))
-    return said
-
-
+@on_ranks(4, fresh=True)
 def test_hosts_of_members_name_a_missing_rank():
-    missing = (
-        "ranks 0, 3 of 0, 1, 2, 3 did not report their hosts within 0.3 s. "
-        "Each of them has to call mesh.hosts() or mesh.locality() too."
-    )
-    with fresh_world(4) as own:
-        said = own.run(half)
-    assert said[1] == said[2] == ["intra", missing, "((0, 1, 2, 3),)"]
-    for rank in (0, 3):
-        assert said[rank][0].startswith(f"rank {rank} is not in ProcessGroupMesh(tp=2, ")
-        assert said[rank][1:] == ["((0, 1, 2, 3),)"]
+    """Two members of a mesh call ``locality``; then two of four ranks call ``hosts``; then all four."""
+    mesh, whole = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half"), ProcessGroupMesh(4, name="whole")
+    if mesh.rank in mesh:
+        assert mesh.locality("tp").kind == "intra"
+    else:
+        with pytest.raises(MembershipError, match=rf"rank {mesh.rank} is not in ProcessGroupMesh\(tp=2, "):
+            mesh.locality("tp")
+    dist.barrier()
+    if mesh.rank in mesh:
+        with pytest.raises(MissingRanksError) as caught:
+            whole.hosts(timeout=timedelta(seconds=0.3))
+        assert str(caught.value) == (
+            "ranks 0, 3 of 0, 1, 2, 3 did not report their hosts within 0.3 s. "
+            "Each of them has to call mesh.hosts() or mesh.locality() too."
+        )
+    dist.barrier()
+    assert whole.hosts() == ((0, 1, 2, 3),)
 
 
 @on_ranks(4, fresh=True)
