@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import signal
 import sys
@@ -34,7 +33,6 @@ from tests.support.faults import (
     LONG_TIMEOUT,
     NAMED,
     SLACK,
-    WAIT_TIMEOUT,
     Attempt,
     H,
     attempt,
@@ -65,8 +63,10 @@ DIFFER: dict[str, tuple[dict[str, Any], str]] = {
         "ranks: (0, 1, 2, 3) on ranks 0, 1, 2, (3, 1, 2, 0) on rank 3",
     ),
     "timeout": (ALIKE, f"timeout: {worlds.DEADLINE} on ranks 0, 1, 2, 7.0 on rank 3"),
+    "backend": (ALIKE, "backend: gloo on ranks 0, 1, 2, cpu:gloo on rank 3"),
     "world": (ALIKE, "size of the world: 4 on ranks 0, 1, 2, 5 on rank 3"),
 }
+CONFIGURED: dict[str, Any] = {"timeout": {"timeout": 7.0}, "backend": {"backend": "cpu:gloo"}}
 
 
 @contextlib.contextmanager
@@ -86,8 +86,8 @@ def differ() -> dict[str, Attempt]:
     for what, (theirs, _) in DIFFER.items():
         with larger_world() if odd and what == "world" else contextlib.nullcontext():
             mesh = ProcessGroupMesh(**(theirs if odd else ALIKE), name=f"actor, {what}")
-            if odd and what == "timeout":
-                mesh.configure(*mesh.axes, timeout=timedelta(seconds=7))
+            if odd and what in CONFIGURED:
+                mesh.configure(*mesh.axes, **CONFIGURED[what])
             if odd:
                 wait_until_waiting(0, 1, 2)
             seen[what] = attempt(lambda mesh=mesh: mesh.connect(*mesh.axes, mesh.axes, timeout=LONG_TIMEOUT))
@@ -148,28 +148,6 @@ def test_wrong_first_sum_fails_on_all_ranks():
     assert failed.kind == "MismatchError", failed.text
     assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
     assert not again.kind, again.text
-
-
-@on_ranks(4, "fast")
-def test_threads_connect_groups_in_any_order():
-    """Three threads on every rank connect three groups, each rank in another order."""
-    beat_fast_with_bystander()
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    wanted = [(mesh.view(dp=2, tp=2), "dp"), (mesh.view(a=4), "a"), (mesh.view(dp=2, tp=2), "tp")]
-    random.Random(mesh.rank).shuffle(wanted)
-    failed: list[str] = []
-
-    def connect(part: ProcessGroupMesh, axis: str) -> None:
-        seen = attempt(lambda: part.connect(axis, timeout=LONG_TIMEOUT))
-        failed.extend([seen.text] if seen.kind else [])
-
-    threads = [threading.Thread(target=connect, args=what) for what in wanted]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_TIMEOUT)
-    assert not failed
-    check_sums(groups_of(mesh))
 
 
 # ---- a member does not arrive ----

@@ -16,17 +16,6 @@ from tests.support.memory_client import MADE, MemoryClient, arrival, judge_of, r
 # -- attempts ---------------------------------------------------------------------------------------------------------
 
 
-def test_interrupt_is_published_with_its_reason():
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    client, each = MemoryClient(between=interrupt), round_of()
-    with pytest.raises(KeyboardInterrupt):
-        rounds_of(client, each).run()
-    text = Decision.unpack("", client.values["group/0/decision"]).text
-    assert "was cancelled because rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in text
-
-
 def test_error_does_not_reach_a_later_attempt():
     """The others have given up attempt 0, of which this rank knows nothing, and wait at attempt 1 until D."""
     failed = Decision("missing", "rank 0 did not arrive").pack().encode()
@@ -137,17 +126,6 @@ def test_missing_member_is_warned_about_and_then_raised():
         assert each.decision is not None
         assert f"rank 1 did not arrive in {deadline:g} s." in each.decision.text
         assert deadline <= client.clock < deadline + 0.3
-
-
-@pytest.mark.fault("shape, axes, rank order, options differ between ranks")
-def test_other_options_mismatch_at_the_first_look():
-    each = round_of(ranks=(0, 1, 2))
-    client = MemoryClient(values={"group/0/arrivals": arrival(1, group='1 {"shape": [2], "timeout": 7.0}')})
-    rounds_of(client, each).run()
-    assert client.clock < 0.1
-    assert each.decision is not None
-    assert "timeout: 30.0 on rank 0, 7.0 on rank 1" in each.decision.text
-    assert isinstance(each.decision.error(), MismatchError)
 
 
 def test_member_asks_up_to_the_next_arrived():

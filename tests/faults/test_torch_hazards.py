@@ -20,30 +20,7 @@ from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.torch_tables import count_new_groups, is_connecting
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
-# ---- one group waits, the others go on ----
-
-
-@on_ranks(4)
-def test_pending_first_collective_blocks_no_other_group():
-    """Rank 0 is in the first collective with rank 1, which begins only when all the rest is done."""
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    if mesh.rank == 0:
-        one = torch.ones(1)
-        work = dist.all_reduce(one, group=mesh.group("tp"), async_op=True)
-    if mesh.index("tp") == 0:
-        for i in range(5):
-            check_sums({"dp": (mesh.group("dp", tag=f"{i}"), mesh.ranks("dp"))})
-        check_sums({"pair": (mesh.group_of([0, 2]), [0, 2])})
-    dist.barrier()
-    if mesh.rank == 0:
-        assert not work.is_completed()
-    if mesh.rank == 1:
-        one = torch.ones(1)
-        work = dist.all_reduce(one, group=mesh.group("tp"), async_op=True)
-    if mesh.rank < 2:
-        work.wait()
-        assert one.item() == 2
-    check_sums(groups_of(mesh))
+# ---- a group ends while others are slower ----
 
 
 @on_ranks(4)

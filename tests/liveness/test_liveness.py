@@ -142,31 +142,17 @@ def watch(world: World, rank: int, seconds: float) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("seconds", [0.3, 2.0])
-def test_paused_store_makes_no_rank_silent(store: StoreProcess, seconds: float):
+def test_paused_store_makes_no_rank_silent(store: StoreProcess):
     def pause() -> None:
         time.sleep(0.3)
         with stopped([store.process.pid or 0]):
-            time.sleep(seconds)
+            time.sleep(2.0)
 
     with ranks(store) as worlds:
         for world in worlds:
             liveness_of(world).wait_for_heartbeat()
         with meanwhile(pause):
-            assert watch(worlds[0], 1, seconds + 1.5) == []
-
-
-def test_silent_rank_is_lost_after_five_heartbeats(store: StoreProcess):
-    with ranks(store) as worlds:
-        liveness_of(worlds[1]).wait_for_heartbeat()
-        blocked = threading.Event()
-        liveness_of(worlds[1]).look = lambda run: blocked.wait(5.0)
-        start = time.monotonic()
-        (lost,) = watch(worlds[0], 1, 5.0)
-        took = time.monotonic() - start
-        blocked.set()
-        assert 0.4 < took < 1.0 + SLACK
-        assert "rank 1 has sent no heartbeat for at least 0 s" in lost
+            assert watch(worlds[0], 1, 3.5) == []
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

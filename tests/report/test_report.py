@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from pgmesh import LifetimeError, ProcessGroupMesh, launch
-from tests.support.faults import SLACK, beat_fast, set_flag, wait_for_flag, wait_until
+from tests.support.faults import SLACK, beat_fast, set_flag, wait_for_flag, wait_for_flags, wait_until
 from tests.support.programs import run_ranks
 from tests.support.worlds import on_ranks
 
 
 @on_ranks(3, fresh=True)
 def test_report_has_ranks_that_called_a_verb(tmp_path: Path):
+    """And the thread that they name."""
     mesh = ProcessGroupMesh(3, name="train")
     if mesh.rank == 2:
         wait_for_flag(tmp_path, "done")
@@ -33,23 +34,18 @@ def test_report_has_ranks_that_called_a_verb(tmp_path: Path):
         assert "PGMESH_REPORT=1" in report.rows[2].text
         set_flag(tmp_path, "first")
         wait_for_flag(tmp_path, "done")
-
-
-@on_ranks(2, fresh=True)
-def test_report_shows_the_thread_that_trains(tmp_path: Path):
-    beat_fast()
-    mesh = ProcessGroupMesh(2, name="train")
     end = threading.Event()
 
     def train() -> None:
         end.wait(30.0)
 
+    beat_fast()
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
     mesh.report(thread=thread)
-    wait_until(lambda: all(" in train" in row.text for row in mesh.report().rows.values()), "both threads")
+    wait_until(lambda: all(" in train" in row.text for row in mesh.report().rows.values()), "all threads")
     set_flag(tmp_path, f"seen {mesh.rank}")
-    wait_for_flag(tmp_path, f"seen {1 - mesh.rank}")
+    wait_for_flags(tmp_path, "seen", range(3))
     end.set()
     thread.join()
     wait_until(lambda: mesh.report().rows[mesh.rank].text == "its thread has ended", "the end of the thread")

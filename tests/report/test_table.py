@@ -55,21 +55,20 @@ def test_running_rank_is_where_its_thread_is():
     )
 
 
-def test_rank_with_refusing_listener_has_ended():
-    row = report_of(status(0), status(1, 3.0), ended=(1,)).rows[1]
-    assert (row.state, row.seconds) == ("ended", 3)
-    assert row.text == f"has ended: its listener at 127.0.0.1:4001 refuses connections; was {PLACE}"
+EXITED = "has left the world: its process has exited"
 
 
-def test_rank_without_heartbeats_is_silent():
-    row = report_of(status(0), status(1, 9.5)).rows[1]
-    assert (row.state, row.seconds) == ("silent", 9)
-    assert row.text == f"its last heartbeat was 9 s ago by its clock; was {PLACE}"
-
-
-def test_rank_that_left_is_not_silent():
-    row = report_of(status(0), status(1, 9.5, exited="has left the world: its process has exited")).rows[1]
-    assert (row.state, row.seconds, row.text) == ("left", 9, "has left the world: its process has exited")
+@pytest.mark.parametrize(
+    ("ago", "exited", "ended", "state", "text"),
+    [
+        (3.0, "", (1,), "ended", f"has ended: its listener at 127.0.0.1:4001 refuses connections; was {PLACE}"),
+        (9.5, "", (), "silent", f"its last heartbeat was 9 s ago by its clock; was {PLACE}"),
+        (9.5, EXITED, (), "left", EXITED),
+    ],
+)
+def test_rank_that_does_not_run_has_its_reason(ago: float, exited: str, ended: tuple[int, ...], state: str, text: str):
+    row = report_of(status(0), status(1, ago, exited=exited), ended=ended).rows[1]
+    assert (row.state, row.seconds, row.text) == (state, int(ago), text)
 
 
 @pytest.mark.parametrize("skew", [-1000.0, 1000.0])
@@ -109,25 +108,23 @@ def behind(counts: Mapping[int, int | None], places: Mapping[int, Place] = {}) -
     return [*find_behind(statuses, counters, 1.0)]
 
 
-def test_rank_with_fewer_operations_is_behind():
-    assert behind({0: 17, 1: 17, 2: 16, 3: 17}) == [
-        f"{DP}: ranks 0, 1, 3 entered 17 operations; behind: rank 2 with 16"
-    ]
-
-
-def test_member_that_has_not_made_group_is_behind():
-    assert behind({0: 1, 1: None, 2: 1}) == [f"{DP}: ranks 0, 2 entered 1 operation; behind: rank 1 with 0"]
-    assert behind({0: 1, 2: 1, 4: None}) == []  # rank 4 is no member, and rank 1 has no status
-
-
-def test_equal_counters_say_nothing():
-    assert behind({0: 17, 1: 17}) == []
-    assert behind({}) == []
-
-
-def test_moving_ranks_are_not_compared():
-    """Their statuses are of different moments."""
-    assert behind({0: 17, 1: 16}, {0: PLACE._replace(seconds=1)}) == []
+@pytest.mark.parametrize(
+    ("counts", "places", "said"),
+    [
+        ({0: 17, 1: 17, 2: 16, 3: 17}, {}, "ranks 0, 1, 3 entered 17 operations; behind: rank 2 with 16"),
+        ({0: 1, 1: None, 2: 1}, {}, "ranks 0, 2 entered 1 operation; behind: rank 1 with 0"),
+        ({0: 1, 2: 1, 4: None}, {}, ""),  # rank 4 is no member, and rank 1 has no status
+        ({0: 17, 1: 17}, {}, ""),
+        ({}, {}, ""),
+        (
+            {0: 17, 1: 16},
+            {0: PLACE._replace(seconds=1)},
+            "",
+        ),  # ranks that move: their statuses are of different moments
+    ],
+)
+def test_rank_with_fewer_operations_is_behind(counts: Mapping[int, int | None], places: Mapping[int, Place], said: str):
+    assert behind(counts, places) == ([f"{DP}: {said}"] if said else [])
 
 
 @pytest.mark.parametrize("call", ["recv", "isend", "batch_isend_irecv"])

@@ -10,30 +10,20 @@ from typing import NamedTuple
 
 
 class LogLine(NamedTuple):
-    """The time of a line on the monotonic clock, its text, and the thread that logged it."""
+    """The time of a line on the monotonic clock, and its text."""
 
     at: float
     text: str
-    thread: str | None
-
-
-class LogHandler(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[LogLine] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(LogLine(time.monotonic(), record.getMessage(), record.threadName))
 
 
 @contextmanager
 def logged_lines() -> Iterator[list[LogLine]]:
     """The lines that pgmesh logs during the block."""
-    handler, log = LogHandler(), logging.getLogger("pgmesh")
+    lines: list[LogLine] = []
+    handler, log = logging.Handler(), logging.getLogger("pgmesh")
+    handler.emit = lambda record: lines.append(LogLine(time.monotonic(), record.getMessage()))  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
-        yield handler.lines
+        yield lines
     finally:
         log.removeHandler(handler)
