@@ -1,6 +1,6 @@
 """``verify``: programs that train wrong in silence fail, their right twins pass, and what the error says of each.
 
-A program is a function of ``wrong`` that every rank runs. The compositions of ``test_combinations.py`` pass too.
+A program is a function of ``wrong`` that every rank runs.
 """
 
 from __future__ import annotations
@@ -32,21 +32,11 @@ from pgmesh.parallel import (
     mlp_plan,
     verify,
 )
-from tests.parallel.random_compositions import (
-    MAX_NORM,
-    Drawn,
-    Losses,
-    backward,
-    methods_of,
-    model_of,
-    with_two_axes_of_rows,
-)
-from tests.parallel.test_combinations import COMPOSITIONS
 from tests.support.expert_models import expert_model
-from tests.support.parallel_models import TinyGPT, batch, loss_of, optimizer_of
-from tests.support.pipelines import gpt_stages
+from tests.support.parallel_models import TinyGPT, batch, loss_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
-from tests.support.worlds import on_ranks, world
+from tests.support.worlds import on_ranks
 
 WIDTH = 8
 
@@ -192,39 +182,14 @@ def test_verify_fails_wrong_program_and_passes_its_twin(program: Callable[..., f
 # ---- right programs ----
 
 
-QUICK = ("norm, 1f1b, experts", "masked, ring, sharded")
-LONG = (
-    "tensor, hybrid; tied",
-    "1f1b, experts, sharded; permuted",
-    "accumulation, 1f1b, sharded; tied",
-    "uneven, zero-bubble-v, tensor; tied",
-)
-"""Compositions of other pieces of weights: those of two methods, on both ends of a pipeline, and on each stage."""
-
-
-def verify_drawn(drawn: Drawn) -> float:
-    """Verify a composition, with its own step. Its batches are numbers, from which the step makes the tensors."""
-    with ProcessGroupMesh(**drawn.sizes, ranks=list(drawn.ranks), name="drawn") as mesh:
-        mesh = with_two_axes_of_rows(mesh) if drawn.viewed else mesh
-        loss = Losses(drawn)
-        together = loss.together = compose(mesh, *methods_of(mesh, drawn, loss))
-
-        def step(composition: Composition, model: nn.Module, number: int) -> float | None:
-            found = backward(drawn, composition, model, loss, number, 0)
-            if drawn.clip:
-                composition.clip_grad_norm_(MAX_NORM, norm_type=drawn.norm_type)
-            return found
-
-        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-            return optimizer_of(model.parameters())
-
-        return verify(together, lambda: model_of(drawn), range(2), step=step, optimizer=optimizer)
-
-
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
-def test_verify_passes_composition(name: str):
-    drawn = COMPOSITIONS[name]
-    assert max(world(len(drawn.ranks)).run(verify_drawn, drawn)) < 1e-9
+@needs_pipelines
+@on_ranks(4)
+def test_verify_passes_experts_in_microbatches():
+    """One rank balances the rows that all ranks have in a microbatch."""
+    mesh = ProcessGroupMesh(pp=2, dp=2)
+    experts = ExpertParallel(mesh.view(pp=2, ep=2), "ep")
+    together = compose(mesh, gpt_stages(mesh), DataParallel(mesh, "dp"), experts)
+    assert verify(together, expert_model, CODES) < 1e-12
 
 
 # ---- what else the error says ----
