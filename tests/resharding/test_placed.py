@@ -16,7 +16,7 @@ from pgmesh import Layout, MembershipError, MismatchError, ProcessGroupMesh, Sha
 from pgmesh.resharding import Placed, Resharder, reshard, vllm_parts
 from pgmesh.resharding.placed import find_shared_memory
 from pgmesh.resharding.transfer import find_overlaps
-from tests.support.transfer_oracle import random_layout, random_placements, resharder, shard_of
+from tests.support.transfer_oracle import random_layout, random_placements, resharder, shard_of, value
 from tests.support.worlds import on_ranks, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
@@ -25,11 +25,6 @@ Slices = tuple[slice, ...]
 
 OUTSIDE = -100.0
 """The values of the memory around a part."""
-
-
-def value(name: str, *shape: int) -> torch.Tensor:
-    """Random values, equal on all ranks."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) + sum(shape)))
 
 
 # ---- any part in any view ----

@@ -7,8 +7,7 @@ import functools
 import os
 import signal
 import time
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,58 +24,23 @@ from pgmesh.errors import MethodError
 from pgmesh.resharding import Resharder, link
 from tests.support.faults import wait_until
 from tests.support.resource_counts import count_with_keys
-from tests.support.transfer_oracle import resharder, shard_of
+from tests.support.transfer_oracle import resharder, shard_of, value
 from tests.support.worlds import fresh_world, on_ranks, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
-Shapes = dict[str, tuple[int, ...]]
-
-WEIGHTS: Shapes = {"embed": (96, 16), "up": (40, 16), "down": (16, 40), "norm": (16,)}
-COLUMNS = {"embed": 0, "up": 0, "down": 1}
-"""The dimension that tensor parallelism shards."""
-
-Placing = Callable[[str, int], list[Placement]]
-"""The placements of a tensor, from its name and its number of dimensions."""
+WEIGHTS = {"embed": (96, 16), "up": (40, 16), "down": (16, 40), "norm": (16,)}
+TENSOR_PARALLEL = {"embed": [Shard(0)], "up": [Shard(0)], "down": [Shard(1)], "norm": [Replicate()]}
 
 
-def value(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
-    """The value of a tensor at a step, equal on all ranks."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{name}{step}".encode())))
-
-
-def tensor_parallel(name: str, dimensions: int) -> list[Placement]:
-    return [Shard(COLUMNS[name]) if name in COLUMNS else Replicate()]
-
-
-def state_on(mesh: ProcessGroupMesh, placing: Placing, step: int | None, shapes: Shapes) -> dict[str, Any]:
-    """This rank's DTensors at a step, or zeros; none outside the mesh."""
-    state: dict[str, Any] = {}
-    for name, shape in shapes.items() if mesh.rank in mesh else ():
-        whole = torch.zeros(shape) if step is None else value(name, shape, step)
-        placements = placing(name, len(shape))
-        shard = shard_of(whole, mesh.layout, placements, mesh.rank).clone()
-        state[name] = DTensor.from_local(
-            shard, mesh.device_mesh(), placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    return state
-
-
-def fill(state: Mapping[str, Any], step: int) -> None:
-    for name, tensor in state.items():
-        tensor.to_local().copy_(local_value(name, tensor, step))
-
-
-def local_value(name: str, tensor: DTensor, step: int) -> torch.Tensor:
-    ranks = tensor.device_mesh.mesh
-    layout = Layout(*ranks.shape, ranks=ranks.flatten().tolist())
-    return shard_of(value(name, tuple(tensor.shape), step), layout, list(tensor.placements), dist.get_rank())
-
-
-def check(state: Mapping[str, Any], step: int) -> None:
-    """Assert that each tensor has the values of a step, bit by bit."""
-    for name, tensor in state.items():
-        assert torch.equal(tensor.to_local(), local_value(name, tensor, step).to(tensor.dtype)), name
+def cut(whole: torch.Tensor, mesh: ProcessGroupMesh, placements: list[Placement]) -> DTensor | None:
+    """This rank's DTensor with the values of a whole tensor; None outside the mesh."""
+    if mesh.rank not in mesh:
+        return None
+    shard = shard_of(whole, mesh.layout, placements, mesh.rank).clone()
+    return DTensor.from_local(
+        shard, mesh.device_mesh(), placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 @on_ranks(4)
@@ -84,16 +48,18 @@ def test_pipeline_stages_go_to_tensor_parallelism():
     """Two stages with other names each; the embedding is on both, as tied weights are."""
     trainer = ProcessGroupMesh(pp=2, tp=2, name="trainer")
     rollout = ProcessGroupMesh(tp=4, ranks=[2, 3, 1, 0], name="rollout")
-    stage = trainer.at(pp=trainer.index("pp"))
-    mine = {name: WEIGHTS[name] for name in ("embed", *(("up",), ("down", "norm"))[trainer.index("pp")])}
-    source, target = state_on(stage, tensor_parallel, 0, mine), state_on(rollout, tensor_parallel, None, WEIGHTS)
+    number, wholes = trainer.index("pp"), {name: value(name, *shape) for name, shape in WEIGHTS.items()}
+    mine = ("embed", *(("up",), ("down", "norm"))[number])
+    source = {name: cut(wholes[name], trainer.at(pp=number), TENSOR_PARALLEL[name]) for name in mine}
+    target = {name: cut(torch.zeros_like(each), rollout, TENSOR_PARALLEL[name]) for name, each in wholes.items()}
     sync = Resharder(trainer, rollout, source=source, target=target)
-    for step in (3, 4):
-        fill(source, step)
+    for factor in (1, 2):
+        for tensor in source.values():
+            tensor.to_local().mul_(factor)
         moved = sync()
         assert moved.received == moved.floor
-        check(target, step)
-        check(source, step)
+        for name, whole in wholes.items():
+            assert torch.equal(target[name].full_tensor(), factor * whole), name
 
 
 # ---- modules, optimizers, names and dtypes ----
@@ -150,11 +116,11 @@ def test_module_and_optimizer_are_moved_renamed_and_cast():
     assert size == sum(sent for _, sent in trained) == (5 * 7 + 7 + 7 * 2) * 2  # in bfloat16, the narrower one
 
 
-def in_one_memory(mesh: ProcessGroupMesh, names: list[str], step: int) -> list[dict[str, DTensor]]:
+def in_one_memory(mesh: ProcessGroupMesh, names: list[str]) -> list[dict[str, DTensor]]:
     """Tensors that are sharded by rows in the source and by columns in the target, in the same memory."""
     sides: list[dict[str, DTensor]] = [{}, {}]
     for name in names:
-        memory = value(name, (400, 300), step).chunk(mesh.size())[mesh.index()].flatten()
+        memory = value(name, 400, 300).chunk(mesh.size())[mesh.index()].flatten()
         for side, dimension in zip(sides, (0, 1)):
             shard = memory.view((-1, 300) if dimension == 0 else (400, -1))
             side[name] = DTensor.from_local(shard, mesh.device_mesh(), [Shard(dimension)], run_check=False)
@@ -181,7 +147,7 @@ def test_tied_target_of_two_tensors_is_an_error():
 def test_one_memory_is_moved_to_several_device_meshes():
     """Each rank's target is on a device mesh of its own, so each is a transfer, and each begins where the shard is."""
     mesh = ProcessGroupMesh(dp=4, tp=1, name="mesh")
-    whole = value("a", (400, 300), 1)
+    whole = value("a", 400, 300)
     shard = shard_of(whole, mesh.layout, [Shard(0), Replicate()], mesh.rank)
     memory = torch.cat([shard, torch.zeros(300, 300)])
     source = DTensor.from_local(memory[:100], mesh.device_mesh(), [Shard(0), Replicate()], run_check=False)
@@ -196,11 +162,13 @@ def test_only_scattered_or_small_shards_are_staged():
     rank = dist.get_rank()
     source, target = (ProcessGroupMesh(tp=2, ranks=ranks, name=f"{ranks}") for ranks in ([0, 1], [2, 3]))
     shapes = {"rows": (1600, 300), "columns": (1600, 300), "small": (400,), "tiny": (40,)}
-    places = {"rows": [Shard(0)], "columns": [Shard(1)], "small": [Shard(0)], "tiny": [Shard(0)]}
-    held = state_on(source, lambda *_: [Shard(0)], 1, shapes)
-    wanted = state_on(target, lambda name, _: places[name], None, shapes)
-    moved = Resharder(source, target, source=held, target=wanted)()
-    check(wanted, 1)
+    wholes = {name: value(name, *shape) for name, shape in shapes.items()}
+    held = {name: cut(whole, source, [Shard(0)]) for name, whole in wholes.items()}
+    wanted = {
+        name: cut(torch.zeros_like(whole), target, [Shard(int(name == "columns"))]) for name, whole in wholes.items()
+    }
+    moved = resharder(held, wanted)()
+    assert rank < 2 or all(torch.equal(wanted[name].full_tensor(), whole) for name, whole in wholes.items())
     columns, small = 4 * 800 * 150, 4 * (200 + 20)
     assert rank > 1 or (moved.received, moved.sent) == (0, 4 * columns + small)
     assert moved.staged == (2 * columns + small if rank < 2 else small)
@@ -233,7 +201,7 @@ def test_mismatches_are_listed_before_a_byte_moves():
     trainer = ProcessGroupMesh(tp=2, ranks=[0, 1])
 
     def placed(placement: Placement) -> dict[str, Any]:
-        return state_on(trainer, lambda *_: [placement], 0, {"x": (4,)})
+        return {"x": cut(torch.zeros(4), trainer, [placement])}
 
     source, target = {"x": y.clone()}, {"x": y.clone()}
     sync = resharder(source, target)
@@ -539,12 +507,12 @@ def test_new_resharder_succeeds_after_ctrl_c(again):
 def test_overwritten_source_is_named_as_lost():
     """Rank 2 fails while the source is overwritten: its memory is that of the target."""
     mesh, names = ProcessGroupMesh(tp=4, name="mesh"), ["a", "b", "c"]
-    source, target = in_one_memory(mesh, names, 1)
+    source, target = in_one_memory(mesh, names)
     sync = Resharder(mesh, mesh, source=source, target=target, staging_bytes=300_000, timeout=6)
     with before_step("receive", 4, fail if mesh.rank == 2 else lambda: None):
         first = outcome(sync)
     again, refused = outcome(sync)[:2], outcome(lambda: sync.target)[:2]
-    source, target = in_one_memory(mesh, names, 1)
+    source, target = in_one_memory(mesh, names)
     whole = {name: tensor.full_tensor() for name, tensor in source.items()}
     Resharder(mesh, mesh, source=source, target=target)()
     assert all(torch.equal(target[name].full_tensor(), whole[name]) for name in names)

@@ -24,6 +24,11 @@ def resharder(source: Any, target: Any, trainer: Any = TRAINER, **options: Any) 
     return Resharder(trainer, ROLLOUT, **side, **options)
 
 
+def value(name: str, *shape: int) -> torch.Tensor:
+    """Random values, equal on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) + sum(shape)))
+
+
 class Case(NamedTuple):
     """A random transfer."""
 
