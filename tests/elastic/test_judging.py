@@ -142,6 +142,13 @@ def test_foreign_decision_fails_the_attempt(text: bytes):
     assert re.search(r"key pgmesh/m/shrink/0/decision holds .* which pgmesh did not write", outcome.failed)
 
 
+def test_late_rank_joins_the_next_attempt():
+    failed = Outcome(failed="rank 0 did not call").pack().encode()
+    one = Rank(values={"pgmesh/m/shrink/0/decision": failed, "pgmesh/m/shrink/1/arrivals": arrivals(arrival(1))})
+    assert one.agree() == Outcome(axis="dp")
+    assert (one.round.number, one.judge.came_late) == (1, False)
+
+
 # -- spares and new processes -----------------------------------------------------------------------------------------
 
 
