@@ -8,20 +8,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.liveness import places
 from pgmesh.liveness.places import GroupCounter, PlaceFinder, own_counters
 from pgmesh.liveness.statuses import NOWHERE, Place
 from tests.support.fake_world import fake_rank
-from tests.support.faults import meanwhile, set_flag, wait_for_flag, wait_until
+from tests.support.faults import wait_until
 from tests.support.worlds import on_ranks
 
 
@@ -115,54 +113,6 @@ def test_finder_keeps_no_tensor_alive():
         assert known[0]() is None
     finally:
         gc.enable()
-
-
-# -- in collectives ----------------------------------------------------------------------------------------------------
-
-
-def all_reduce(group: dist.ProcessGroup) -> None:
-    dist.all_reduce(torch.ones(1), group=group)
-
-
-def receive(group: dist.ProcessGroup) -> None:
-    if dist.get_rank():
-        dist.send(torch.ones(1), 0, group=group)
-    else:
-        dist.recv(torch.ones(1), 1, group=group)
-
-
-def wrap_model(group: dist.ProcessGroup) -> None:
-    DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
-
-
-CALLS = {
-    all_reduce: "torch.distributed.all_reduce",
-    receive: "torch.distributed.recv",
-    wrap_model: ".__init__",
-}
-
-
-@on_ranks(2)
-def test_place_names_group_of_collective(tmp_path: Path):
-    mesh = ProcessGroupMesh(dp=2, name="train")
-    group, finder = mesh.group("dp"), PlaceFinder()
-    dist.all_reduce(torch.ones(1), group=group)
-    for number, (call, called) in enumerate(CALLS.items()):
-        if mesh.rank == 0:
-            found: list[Place] = []
-
-            def look(call: Any = call, found: list[Place] = found, number: int = number) -> None:
-                wait_until(lambda: finder.find(0).function == call.__name__ and finder.find(0).group, "the collective")
-                found.append(finder.find(0))
-                set_flag(tmp_path, f"seen {number}")
-
-            with meanwhile(look):
-                call(group)
-            assert found[0].called.endswith(called), found
-            assert found[0].group == "group dp of mesh 'train'"
-        else:
-            wait_for_flag(tmp_path, f"seen {number}")
-            call(group)
 
 
 def test_ended_group_is_not_called_the_default_one():
