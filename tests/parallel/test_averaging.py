@@ -17,8 +17,6 @@ from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
-# ---- parameters that were replaced ----
-
 
 def replaced_by_loading(model: nn.Module) -> None:
     model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
@@ -46,9 +44,6 @@ def test_replaced_parameters_of_ddp_raise():
         loss_of(model(together.share(codes)), together.share(target)).backward()
         loss_of(alone(codes), target).backward()
         assert_same("gradients", gradients_of(model), gradients_of(alone))
-
-
-# ---- several backward passes of a forward pass ----
 
 
 def two_of_one(model: nn.Module, x: torch.Tensor) -> None:
@@ -110,9 +105,6 @@ def test_several_backward_passes_are_right_or_raise(data: Any):
         check_sums(groups_of(mesh))
 
 
-# ---- weights beside the model ----
-
-
 class Loss(nn.Module):
     """A loss with a temperature."""
 
@@ -168,9 +160,6 @@ def test_optimizer_of_other_weights_raises_in_first_step(kind: str):
             another(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
             optimizer.step()
         check_sums(groups_of(mesh))
-
-
-# ---- one method in two compositions ----
 
 
 def test_method_in_two_compositions_raises(mesh: ProcessGroupMesh):

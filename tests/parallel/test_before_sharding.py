@@ -30,9 +30,6 @@ def wrap_blocks(module: nn.Module) -> nn.Module:
     return module
 
 
-# ---- when it is called ----
-
-
 @needs_pipelines
 def test_before_sharding_gets_each_stage_after_tensor_methods(mesh: ProcessGroupMesh):
     stages = gpt_stages(mesh, schedule="interleaved", stages_per_rank=2)
@@ -79,9 +76,6 @@ def test_trained_ignored_params_are_an_error(mesh: ProcessGroupMesh):
     together.apply(model)
 
 
-# ---- names ----
-
-
 class Wrapper(nn.Module):
     """A wrapper of another package, with a name of its own for what is in it."""
 
@@ -126,9 +120,6 @@ def test_plan_has_own_names_of_wrapped_layers(mesh: ProcessGroupMesh):
     for model in (TinyGPT(), wrap_blocks(TinyGPT())):
         with pytest.raises(MethodError, match=r"Did you mean 'blocks\.\*\.up'\?"):
             TensorParallel(mesh, "tp", plan=plan).apply(model)
-
-
-# ---- bad input ----
 
 
 def without_heads(module: nn.Module) -> nn.Module:

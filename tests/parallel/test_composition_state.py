@@ -12,13 +12,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, ShardedDataParallel, compose
-from pgmesh.parallel.composing import INITIALIZE
 from tests.support.own_methods import Weights
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, optimizer_of, weights_of
 from tests.support.pipelines import gpt_stages
 from tests.support.worlds import on_ranks
-
-# ---- shards of methods of other packages ----
 
 
 class Halves(Weights):
@@ -34,9 +31,6 @@ def test_shard_as_plain_tensor_raises(mesh: ProcessGroupMesh):
     model = nn.Sequential(nn.Linear(4, 6, bias=False))
     with pytest.raises(MethodError, match=r"replaced 0\.weight, .*by a plain tensor of shape \(3, 4\)"):
         compose(mesh, Halves(mesh, "tp"), unowned=["pp", "dp"]).apply(model)
-
-
-# ---- numbers of few bits ----
 
 
 def test_clipping_does_not_round_factor_to_gradient_dtype(mesh: ProcessGroupMesh):
@@ -66,9 +60,6 @@ def test_clipping_raises_everywhere_if_norm_is_nan():
         assert together.clip_grad_norm_(1.0).isnan()
 
 
-# ---- a second model, as the mean of the weights of the first ----
-
-
 @on_ranks(4)
 def test_second_model_is_mean_of_weights():
     """As the page has it."""
@@ -96,9 +87,6 @@ def test_second_model_is_mean_of_weights():
         assert_same("means", weights_of(average), expected)
 
 
-# ---- parameters that apply has not seen ----
-
-
 @on_ranks(2)
 def test_parameter_added_after_apply_raises_in_first_step():
     with ProcessGroupMesh(dp=2) as mesh:
@@ -108,35 +96,6 @@ def test_parameter_added_after_apply_raises_in_first_step():
             inner.blocks[0].adapter = nn.Linear(2, 2)
             with pytest.raises(MethodError, match=r"blocks\.0\.adapter\.weight was added to the module after apply"):
                 model(batch(0)[0])
-
-
-def replicas_on_meta(seed_by_rank: bool) -> str:
-    """Hybrid sharding: ranks 0 and 2 hold the same shards, as do ranks 1 and 3."""
-    with ProcessGroupMesh(outer=2, inner=2) as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "outer", "inner", replicate="outer"))
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model = together.apply(model)
-        model.to_empty(device="cpu")
-        torch.manual_seed(mesh.rank if seed_by_rank else mesh.index("inner"))
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.to_local().normal_()
-        try:
-            model(torch.ones(2, 4)).sum().backward()
-        except MethodError as error:
-            return str(error)
-        return ""
-
-
-@on_ranks(4)
-def test_replicated_shards_from_meta_are_compared():
-    assert replicas_on_meta(seed_by_rank=False) == ""
-    found = "ranks start with different weights, of which the first is 0.weight (shard 0): rank 2 has other values than"
-    assert replicas_on_meta(seed_by_rank=True) == f"{found} rank 0.\n\n{INITIALIZE}"
-
-
-# ---- calls that would be silently wrong ----
 
 
 @on_ranks(2)

@@ -148,7 +148,7 @@ def gradients_of(out: torch.Tensor, given: torch.Tensor, inputs: list[torch.Tens
     return [each.grad for each in inputs]
 
 
-@pytest.mark.parametrize("run", ["compiled", "autocast", "checkpoint", "reentrant checkpoint", "no_grad"])
+@pytest.mark.parametrize("run", ["autocast", "reentrant checkpoint", "no_grad"])
 def test_ring_on_one_rank_is_torchs_attention(mesh, run):
     alone = mesh.view(pp=8, cp=1).group("cp")
 
@@ -162,14 +162,11 @@ def test_ring_on_one_rank_is_torchs_attention(mesh, run):
         with torch.no_grad():
             torch.testing.assert_close(attend(*inputs), right, **TOLERANCE)
         return
-    if run == "compiled":
-        torch.compiler.reset()
-        out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*inputs)
-    elif run == "autocast":
+    if run == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
             out = attend(*inputs)
     else:
-        out = checkpoint(attend, *inputs, use_reentrant=run == "reentrant checkpoint")
+        out = checkpoint(attend, *inputs, use_reentrant=True)
     found, wanted = (gradients_of(each, given, inputs) for each in (out, right))
     tolerance = {} if run == "autocast" else TOLERANCE
     torch.testing.assert_close([out, *found], [right, *wanted], **tolerance)

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
 from pgmesh import ProcessGroupMesh, torch_private
+from pgmesh.interop import from_device_mesh
 from pgmesh.parallel import Composition, PipelineParallel, compose, seed_of, seeded_rng
 from pgmesh.parallel.stage_shapes import device_of_stage
 from tests.support.own_methods import Weights
 from tests.support.pipelines import needs_pipelines
-from tests.support.programs import run_programs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BACKENDS = {  # the devices that a group serves, by its backend
@@ -80,28 +81,17 @@ def test_grad_norm_is_reduced_on_a_common_device(mesh, backend, sent, device):
     assert sent == [expected] * 3
 
 
-WITHOUT_A_BACKEND = """
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-
-from pgmesh import ProcessGroupMesh
-from pgmesh.interop import from_device_mesh
-from pgmesh.parallel import compose
-
-dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-layer, own = torch.nn.Linear(4, 1, bias=False), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-layer.weight.grad = torch.ones(1, 4)
-for mesh in (ProcessGroupMesh(dp=1), from_device_mesh(own, name="torch's")):
-    together = compose(mesh)
-    together.apply(layer)
-    print(together.grad_norm().item())
-"""
-
-
-def test_grad_norm_works_with_torch_default_backends(tmp_path):
-    ((out, error),) = run_programs(tmp_path, WITHOUT_A_BACKEND, environs=[{"PATH": ""}])
-    assert out.split() == ["2.0", "2.0"], error
+def test_grad_norm_works_with_torch_default_backends():
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        own = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        for mesh in (ProcessGroupMesh(dp=1), from_device_mesh(own, name="torch's")):
+            together, layer = compose(mesh), nn.Linear(4, 1, bias=False)
+            together.apply(layer)
+            layer.weight.grad = torch.ones(1, 4)
+            assert together.grad_norm() == 2
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -149,9 +139,6 @@ def test_stage_receives_on_device_of_weights_or_group(mesh, backend):
         del stage.weight
         stage.register_buffer("mean", torch.empty(1, device="cuda"))
         assert device_of_stage(stage, mesh.group("pp")).type == "cuda"
-
-
-# ---- random numbers ----
 
 
 class Cuda:

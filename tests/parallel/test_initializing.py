@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import ExpertParallel, Method, ShardedDataParallel, TensorParallel, compose, local
+from pgmesh.parallel.composing import INITIALIZE
 from tests.support.expert_models import ExpertBlock
 from tests.support.message_assertions import last_call
 from tests.support.parallel_models import TinyGPT, assert_same, batch, weights_of
@@ -67,19 +70,25 @@ def alone(kind: str, module: nn.Module | None = None) -> nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(4)
 def test_initialized_weights_are_those_of_one_process(kind: str):
-    """After an error, since different weights start with the same values."""
+    """After errors, since different weights start with the same values, or equal ones with others."""
     with ProcessGroupMesh(dp=2, other=2) as mesh:
         together = compose(mesh, *KINDS[kind](mesh))
         wrapped = checkpoint_wrapper if kind == "sharded" else None  # the names of its layers are other ones
         model = together.apply(model_of(kind), before_sharding=wrapped).to_empty(device="cpu")
         codes, target = map(together.share, batch(0))
         step = partial(model.step, codes, target=target) if kind == "pipeline" else partial(model, codes)
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for weight in model.parameters():
-                local(weight).normal_()
-        with pytest.raises(MethodError, match="are different weights, and start with the same values"):
-            step()
+        seeds = {0: "are different weights, and start with the same values"}
+        if kind == "replicated":
+            found = r"of which the first is \S+ \(shard \d\): rank \d has other values than rank \d\.\n\n"
+            seeds |= {10 + mesh.rank: f"start with different weights, {found}{re.escape(INITIALIZE)}"}
+            seeds |= {20 + mesh.index("dp"): ""}
+        for seed, text in seeds.items():
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    local(weight).normal_()
+            with pytest.raises(MethodError, match=text) if text else nullcontext():
+                step()
         torch.manual_seed(mesh.rank)
         together.initialize(model, draw, seed=3)
         assert_same(kind, weights_of(model), weights_of(alone(kind)), 0.0)

@@ -1,3 +1,4 @@
+# ruff: noqa: F401 - the calls use the imported names
 """Errors of parallel methods: each call, with the facts of its message, is in ``tests/golden/method-messages.txt``.
 
 To add one, add a line ``== call`` and run this file with ``GOLDEN=write``.
@@ -84,24 +85,7 @@ def with_router_inside() -> torch.nn.Module:
     return layer
 
 
-BY_NAME = {
-    **{each.__name__: each for each in (Rows, Positions, Weights, Method, compose, stages, gpt_inside, TinyGPT)},
-    **{each.__name__: each for each in (ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel)},
-    **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
-    "with_experts_in_two_places": with_experts_in_two_places,
-    "with_router_inside": with_router_inside,
-    "with_tied_experts": with_tied_experts,
-    **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, mlp_plan)},
-    **{each.__name__: each for each in (PrepareModuleOutput, SequenceParallel, expert_model)},
-    "checkpoint": checkpoint,
-    "torch": torch,
-    "BLOCK_PLAN": BLOCK_PLAN,
-    "SEQUENCE_PLAN": SEQUENCE_PLAN,
-    "VOCABULARY_PLAN": VOCABULARY_PLAN,
-    "ring_attention": ring_attention,
-    "ProcessGroupMesh": ProcessGroupMesh,
-    "inside": {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]},
-}
+inside = {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]}
 
 
 def message(call: str) -> str:
@@ -110,7 +94,7 @@ def message(call: str) -> str:
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
         views = {"split": mesh.view(dp=2, tp=4), "moe": mesh.view(edp=2, ep=2, etp=2)}
         with pytest.raises(PgmeshError) as caught:
-            eval(call, {**BY_NAME, "mesh": mesh, **views})
+            eval(call, {**globals(), "mesh": mesh, **views})
     print(caught.value)
     return f"{type(caught.value).__name__}: {caught.value}"
 
