@@ -9,7 +9,7 @@ An attempt has two store keys besides those of every round:
     <group>/<number>/count      the number of arrivals
     <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
 
-When an attempt is made, its members delete the keys of the one before it, at which no member can arrive any more.
+When an attempt is made, its first member deletes the keys of the one before it, at which no member can arrive any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh._util.formatting import format_ranks, format_seconds, name_ranks
 from pgmesh.connect.decisions import Decision
 from pgmesh.connect.rounds import Arrival, Judge, Round, undecided
 from pgmesh.errors import MismatchError
@@ -101,6 +101,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         call_site: the line of code that called.
         statuses: the statuses of the other ranks, which this call reads.
         process: description of this process. It reveals two processes that have the same rank.
+        call: the call in messages.
         mesh: fingerprint of the mesh; None if the rounds belong to no mesh.
         mesh_key: prefix of the keys of all rounds of the mesh.
         skip_decided: arrive at the next attempt if the current one was decided before this rank arrived.
@@ -114,6 +115,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     call_site: str
     statuses: Statuses
     process: str = field(default_factory=own_process)
+    call: str = "connect"
     mesh: Fingerprint | None = None
     mesh_key: str = ""
     skip_decided: bool = True
@@ -155,7 +157,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
             self._mismatch = each.decision
             raise MismatchError(each.decision.text)
         if each.is_made():
-            if each.number:
+            if each.number and each.ranks[0] == self.rank:
                 self.client.run(Delete(each.keys_before()))
             self.ready(each)
 
@@ -228,8 +230,8 @@ class ConnectJudge(Judge[GroupRound, Decision]):
                 yield each, Decision("missing", self._describe_missing(each))
         if self.client.now() >= self._warns_at and (waits := undecided(rounds)):
             self._warns_at = math.inf
-            when = f" in {round(self.client.now(), 1):g} s so far"
-            lines = [f"rank {self.rank} waits in connect.", *(self._describe_missing(each, when) for each in waits)]
+            when = f" in {round(self.client.now(), 1):g} s so far, of {format_seconds(self.client.seconds)}"
+            lines = [f"rank {self.rank} waits in {self.call}.", *(self._describe_missing(each, when) for each in waits)]
             self.warn("\n".join(lines))
 
     def _read_news(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:

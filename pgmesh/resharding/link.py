@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("pgmesh")
 
+CREATION = "the creation of a Resharder"
+
 POLL_SECONDS = 0.5
 """The interval at which a rank that communicates looks whether another one has aborted the connection."""
 
@@ -120,7 +122,7 @@ class Link:
                 abort_with(mesh, connection.mesh)
             try:
                 if not connection.first.is_made():
-                    self._meet(connection.first, "")
+                    self._meet(connection.first, "the first call")
                 return
             except LifetimeError:  # another rank has aborted it
                 continue
@@ -129,11 +131,11 @@ class Link:
                     raise
                 abort(connection.mesh, "a new process is one of its ranks")
 
-    def begin(self, call: str = "") -> None:
+    def begin(self, call: str = CREATION) -> None:
         """Begin a call: set its deadline, and wait until all ranks make the same one.
 
         Args:
-            call: what the rank calls. Default: the creation of a Resharder, whose number is then ``created``.
+            call: what the rank calls. After the creation of a Resharder, its number is ``created``.
 
         Raises:
             LifetimeError: the connection has ended. It needs a new Link on all ranks.
@@ -143,8 +145,8 @@ class Link:
         self._began = time.monotonic()
         if self._connection.has_ended():
             raise LifetimeError(f"{self._ended()}. Create a new Resharder on all ranks.")
-        self._meet(self._connection.calls, call or "the creation of a Resharder")
-        self._connection.created += not call
+        self._meet(self._connection.calls, call)
+        self._connection.created += call is CREATION
 
     @property
     def created(self) -> int:
@@ -164,7 +166,8 @@ class Link:
         client.start = self._began
         statuses, warn = client.liveness.new_statuses(), functools.partial(log.warning, "%s")
         self.check()
-        Rounds([meeting], ConnectJudge(self.rank, client, call_site(), statuses, warn=warn, poll=self.check)).run()
+        judge = ConnectJudge(self.rank, client, call_site(), statuses, call=call, warn=warn, poll=self.check)
+        Rounds([meeting], judge).run()
         error = meeting.decision and meeting.decision.error()
         if error:
             raise error

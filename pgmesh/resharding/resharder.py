@@ -276,7 +276,7 @@ def reshard(
     if link.rank in layout:
         mesh = layout.shape, layout.ranks()
         entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), mesh, placed))
-    link.begin()
+    link.begin("reshard")
     tables, jobs = link.run(lambda: _plan(link, entries))
     wanted = jobs[0].plan.wanted
     whole = next(iter(tables["source"]["tensor"])).on_meta()
