@@ -25,16 +25,6 @@ from pgmesh.groups.default_world import default_device, device_of
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import axis_combinations
 
-SHAPES = {
-    1: {"dp": 1},
-    12: {"dp": 3, "cp": 1, "tp": 4},
-    64: {"dp": 2, "pp": 4, "cp": 2, "tp": 4},
-}
-
-
-def order_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
-
 
 @pytest.fixture
 def mesh():
@@ -59,21 +49,6 @@ def test_accelerator_is_used_only_if_present(mesh, monkeypatch, here, device):
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
     assert default_device() == device_of(mesh.group("tp")).type == device
-
-
-@pytest.mark.parametrize(("size", "sizes"), SHAPES.items(), ids=map(str, SHAPES))
-@pytest.mark.parametrize("permuted", [False, True], ids=["in order", "permuted"])
-def test_index_is_the_group_rank(size, sizes, permuted):
-    chance = random.Random(size)
-    order = chance.sample(range(size), size) if permuted else list(range(size))
-    for rank in chance.sample(range(size), min(size, 12)):
-        with fake_rank(rank, size):
-            mesh = ProcessGroupMesh(**sizes, ranks=order)
-            for combo in axis_combinations(mesh):
-                group = mesh.group(*combo)
-                assert order_of(group) == mesh.ranks(*combo)
-                assert dist.get_rank(group) == mesh.index(*combo)
-                assert group.size() == mesh.size(*combo) == len(mesh.ranks(*combo))
 
 
 def test_group_names_ignore_the_order_of_creation():

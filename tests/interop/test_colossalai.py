@@ -136,31 +136,27 @@ def test_given_mesh_keeps_its_order():
 
 @on_ranks(4)
 def test_destroy_releases_the_returned_groups():
-    before = table_sizes()
-    for own in (True, False):
-        for _ in range(3):
-            mesh = ProcessGroupMesh(2, 2)
-            theirs = ColossalMesh(2, 2, name="own") if own else ColossalMesh(mesh=mesh)
-            group = theirs.get_group_along_axis(1)
-            check_sums({"group": (group, theirs.mesh.ranks(1))})
-            dist.barrier()
-            theirs.destroy_mesh_process_groups()
-            theirs.destroy_mesh_process_groups()
-            with pytest.raises(LifetimeError, match=r"group of ranks \d, \d of .* was (closed|released) at"):
-                theirs.get_ranks_in_group(group)
-            with pytest.raises(LifetimeError):
-                dist.all_reduce(torch.ones(1), group=group)
-            if own:
-                with pytest.raises(LifetimeError, match="mesh 'own' was closed at"):
-                    theirs.get_group_along_axis(1)
-            else:
-                again = theirs.get_group_along_axis(1)
-                assert again is not group
-                check_sums({"again": (again, mesh.ranks(1))})
-                dist.barrier()
-            mesh.close()
-            theirs.destroy_mesh_process_groups()
-            assert table_sizes() == before
+    before, mesh = table_sizes(), ProcessGroupMesh(2, 2)
+    own, over = ColossalMesh(2, 2, name="own"), ColossalMesh(mesh=mesh)
+    for theirs in (own, over):
+        group = theirs.get_group_along_axis(1)
+        check_sums({"group": (group, theirs.mesh.ranks(1))})
+        dist.barrier()
+        theirs.destroy_mesh_process_groups()
+        theirs.destroy_mesh_process_groups()
+        with pytest.raises(LifetimeError, match=r"group of ranks \d, \d of .* was (closed|released) at"):
+            theirs.get_ranks_in_group(group)
+        with pytest.raises(LifetimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+    with pytest.raises(LifetimeError, match="mesh 'own' was closed at"):
+        own.get_group_along_axis(1)
+    again = over.get_group_along_axis(1)
+    assert again is not group
+    check_sums({"again": (again, mesh.ranks(1))})
+    dist.barrier()
+    mesh.close()
+    over.destroy_mesh_process_groups()
+    assert table_sizes() == before
 
 
 # ---- the page ----

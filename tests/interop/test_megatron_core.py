@@ -119,27 +119,6 @@ def test_published_state_equals_that_of_megatron(state: Any, sizes: str):
             assert answers(state) == nothing != theirs
 
 
-def test_published_fills_the_optional_globals(state: Any):
-    with fake_rank(5, 16, dist.HashStore()):
-        arrangement = recipes.megatron(16, cp=4, pp=2, hierarchical_cp=[2, 2], hybrid_cp=True)
-        with megatron.published(arrangement, gloo=True, all_gather=True, virtual_pipeline=3):
-            second, first = [state.get_data_parallel_group(True, False, ag) for ag in (True, False)]
-            assert (second is first, ranks_of(second)) == (False, ranks_of(first))
-            assert ranks_of(state.get_data_parallel_group_gloo(True)) == list(range(8))
-            assert dist.get_backend(state.get_data_parallel_group_gloo()) == "gloo"
-            assert ranks_of(state.get_hierarchical_context_parallel_groups()) == [[4, 5], [5, 7]]
-            assert ranks_of(state._HYBRID_DP_CP_GROUPS) == {2: [4, 5], 4: [4, 5, 6, 7]}
-            assert state.get_virtual_pipeline_model_parallel_world_size() == 3
-            assert state.get_virtual_pipeline_model_parallel_rank() == 0
-            world, *groups = getattr(state, megatron.GROUP_LIST)
-            assert world is None
-            assert len(groups) == len(set(groups)) == len(set(c10d._world.pg_map)) - 1
-        assert state._HYBRID_DP_CP_GROUPS == {}
-        some = megatron.process_groups(arrangement, "hcp", "embd")
-        assert ranks_of(some.hcp) == [[4, 5], [5, 7]]
-        assert not hasattr(some, "tp")
-
-
 # ---- the block ----
 
 
@@ -346,18 +325,32 @@ def test_gpt_of_megatron_core_computes_like_one_process():
 
 def test_published_fills_every_global(state: Any):
     named = [name for name in vars(state) if name == megatron.GROUP_LIST or (name[0] == "_" and name.isupper())]
-    with fake_rank(5, 8, dist.HashStore()):
+    with fake_rank(5, 16, dist.HashStore()):
         arrangement = recipes.megatron(
-            8, pp=2, cp=2, hierarchical_cp=[2], optimizer_instances=2, position_embedding=[0, -1], name="globals"
+            16, cp=4, pp=2, hierarchical_cp=[2, 2], hybrid_cp=True, optimizer_instances=2, position_embedding=[0, -1]
         )
         for name in named:
             setattr(state, name, "of somebody else")
-        with megatron.published(arrangement, gloo=True, all_gather=True, virtual_pipeline=2):
+        with megatron.published(arrangement, gloo=True, all_gather=True, virtual_pipeline=3):
             assert "of somebody else" not in {str(getattr(state, name)) for name in named}
             empty = {name for name in named if getattr(state, name) is None}
+            second, first = [state.get_data_parallel_group(True, False, ag) for ag in (True, False)]
+            assert (second is first, ranks_of(second)) == (False, ranks_of(first))
+            assert ranks_of(state.get_data_parallel_group_gloo(True)) == list(range(8))
+            assert dist.get_backend(state.get_data_parallel_group_gloo()) == "gloo"
+            assert ranks_of(state.get_hierarchical_context_parallel_groups()) == [[4, 5], [5, 7]]
+            assert ranks_of(state._HYBRID_DP_CP_GROUPS) == {2: [4, 5], 4: [4, 5, 6, 7]}
+            assert state.get_virtual_pipeline_model_parallel_world_size() == 3
+            assert state.get_virtual_pipeline_model_parallel_rank() == 0
+            world, *groups = getattr(state, megatron.GROUP_LIST)
+            assert world is None
+            assert len(groups) == len(set(groups)) == len(set(c10d._world.pg_map)) - 1
         for name in named:
             assert getattr(state, name) == "of somebody else"
             setattr(state, name, None)
+        some = megatron.process_groups(arrangement, "hcp", "embd")
+        assert ranks_of(some.hcp) == [[4, 5], [5, 7]]
+        assert not hasattr(some, "tp")
     assert empty == {name for name in named if name.startswith("_MPU_")} | {"_GLOBAL_SYMMETRIC_MEMORY_BUFFER"}
 
 
