@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import re
 import shlex
@@ -15,8 +14,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.mutations import Mutation, core, features
 
@@ -31,15 +30,8 @@ WRONG_CALL = re.compile(r"^TypeError: (?:<lambda>|mutated)\(\)", re.MULTILINE)
 """The error of a mutation that takes other arguments than it gets."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """The result of a run of pytest.
-
-    Args:
-        status: its exit status; None after the timeout.
-        output: standard output and error.
-        seconds: its duration.
-    """
+class Run(NamedTuple):
+    """A run of pytest: its exit status, None after the timeout; its output; and its duration."""
 
     status: int | None
     output: str
@@ -52,12 +44,7 @@ class Run:
         return found.group(1) if found is not None and self.status == 1 else ""
 
     def problem(self, mutation: Mutation, first_line: int) -> str:
-        """The reason why a mutation was not caught; "" if it was.
-
-        Args:
-            mutation: the mutation.
-            first_line: where it begins in its file.
-        """
+        """The reason why a mutation, which begins at this line of its file, was not caught; "" if it was."""
         if self.status is None:
             return f"no end in {SECONDS} s"
         if self.status == 0:
@@ -75,14 +62,8 @@ def run_tests(root: Path, tests: str) -> Run:
     environ = {**os.environ, "PYTHONPATH": str(root), "RES_OPTIONS": "attempts:0", "COLUMNS": "120"}
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [*command, *shlex.split(tests)],
-            cwd=root,
-            env=environ,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command += shlex.split(tests)
+        process = subprocess.Popen(command, cwd=root, env=environ, stdout=output, stderr=output, start_new_session=True)
         try:
             status: int | None = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
@@ -95,19 +76,11 @@ def run_tests(root: Path, tests: str) -> Run:
         return Run(status, output.read(), time.monotonic() - start)
 
 
-def run_unchanged(root: Path, tests: str) -> Run:
-    """Run tests of a copy without a mutation; once more if one fails, since some depend on time."""
-    run = run_tests(root, tests)
-    return run if run.status == 0 else run_tests(root, tests)
-
-
 def try_mutation(root: Path, mutation: Mutation, unchanged: Run) -> tuple[Run, str]:
-    """The run of the tests with a mutation, and the reason why it was not caught; "" if it was.
+    """Run the tests with a mutation, in a copy of the tree.
 
-    Args:
-        root: a copy of the tree, which is changed for the time of the run.
-        mutation: the mutation.
-        unchanged: the run of the same tests without it.
+    Returns:
+        The run, and the reason why the mutation was not caught; "" if it was.
     """
     if unchanged.status != 0:
         return unchanged, "the tests fail without the mutation"
@@ -136,16 +109,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pgmesh-mutations-") as folder:
         root = Path(folder, "tree")
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        unchanged = functools.cache(functools.partial(run_unchanged, root))
+        unchanged: dict[str, Run] = {}
         for name, mutation in chosen.items():
-            run, problem = try_mutation(root, mutation, unchanged(mutation.tests))
+            for _ in range(2):  # once more if one fails, since some depend on time
+                if mutation.tests not in unchanged or unchanged[mutation.tests].status != 0:
+                    unchanged[mutation.tests] = run_tests(root, mutation.tests)
+            run, problem = try_mutation(root, mutation, unchanged[mutation.tests])
             test = "NONE" if problem else run.failed_test
             print(f"{mutation.promise} | {mutation.page} | {test} | {run.seconds:.0f}", flush=True)
             if problem:
                 survivors.append(name)
-                print(f"    {name}: {problem}", flush=True)
-            if problem and run.status != 0:
-                print(textwrap.indent(run.output, "    "), flush=True)
+                output = "" if run.status == 0 else run.output
+                print(textwrap.indent(f"{name}: {problem}\n{output}", "    "), flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations were caught.")
     if survivors:
         print(f"Not caught: python -m tests.mutations --only {' '.join(survivors)}")
