@@ -51,7 +51,7 @@ from pgmesh.parallel import (
 )
 from pgmesh.parallel.schedules import SCHEDULES
 from tests.support import expert_models
-from tests.support.expert_models import ExpertBlock, ExpertBlockAgain
+from tests.support.expert_models import ExpertBlock
 from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
     CONTEXT,
@@ -59,7 +59,6 @@ from tests.support.parallel_models import (
     TOLERANCE,
     Adapted,
     Block,
-    BlockAgain,
     TinyGPT,
     TrainingRun,
     assert_same,
@@ -116,7 +115,6 @@ class Drawn:
     layers: int = 2
     tied: bool = False
     frozen: str = ""
-    checkpointing: bool = False
     compiled: bool = False
     fullgraph: bool = False
     """Blocks are compiled without a graph break."""
@@ -128,8 +126,7 @@ class Drawn:
     passes: int = 1
     rows: int = 1
     clip: bool = False
-    largest: bool = False
-    """The norm is that of the largest gradient."""
+    norm_type: float = 2.0
     evaluation: bool = False
     """Each step starts with a forward pass without gradients."""
     masked: bool = False
@@ -145,10 +142,6 @@ class Drawn:
     def parts(self) -> int:
         """Number of parts of the rows of a batch."""
         return self.size("late") * self.size("dp")
-
-    @property
-    def norm_type(self) -> float:
-        return math.inf if self.largest else 2.0
 
     @property
     def rows_of_parts(self) -> list[int]:
@@ -211,10 +204,11 @@ def draw_training(numbers: Numbers, drawn: Drawn) -> Drawn:
     """Add the ways of training that every composition can have."""
     chance = numbers.chance
     drawn = replace(drawn, tied=chance(25), clip=chance(50), masked=chance(25), rows=1 + chance(30))
-    drawn = replace(drawn, passes=1 + chance(25), checkpointing=chance(15), compiled=chance(3))
-    drawn = replace(drawn, largest=chance(15), evaluation=chance(15))
+    drawn = replace(drawn, passes=1 + chance(25))
+    prepared = "blocks" if chance(15) else ""
+    drawn = replace(drawn, compiled=chance(3), norm_type=math.inf if chance(15) else 2.0, evaluation=chance(15))
     others = Numbers(drawn.seed)
-    prepared = others.choice(["blocks", "matmuls", "whole"]) if others.chance(20) and not drawn.checkpointing else ""
+    prepared = others.choice(["blocks", "matmuls", "whole"]) if others.chance(20) and not prepared else prepared
     return replace(drawn, prepared=prepared, uneven=others.chance(20))
 
 
@@ -276,12 +270,10 @@ def draw_schedule(numbers: Numbers, drawn: Drawn) -> Drawn:
 
 def model_of(drawn: Drawn, seed: int = 0) -> TinyGPT:
     if drawn.experts:
-        kind = ExpertBlockAgain if drawn.checkpointing else ExpertBlock
-        model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=lambda: kind(drawn.stacked), seed=seed)
+        block = partial(ExpertBlock, drawn.stacked)
     else:
-        kind = BlockAgain if drawn.checkpointing else Block
-        heads = 8 if drawn.size("tp") * drawn.size("cp") > 4 else 4
-        model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=lambda: kind(heads=heads), seed=seed)
+        block = partial(Block, heads=8 if drawn.size("tp") * drawn.size("cp") > 4 else 4)
+    model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=block, seed=seed)
     if drawn.frozen == "half":
         for part in (model.tokens, model.places, *model.blocks[: drawn.layers // 2]):
             part.requires_grad_(False)

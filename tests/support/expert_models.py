@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from pgmesh.parallel import ExpertLinear, Router, mix, with_loss
 from tests.support.parallel_models import HEADS, WIDTH, TinyGPT
@@ -57,13 +56,6 @@ class ExpertBlock(nn.Module):
         routes = self.router(tokens)
         mixed = self.mix(tokens, routes.weights, routes.chosen, self.experts)
         return x + with_loss(mixed.view_as(x), BALANCE_WEIGHT * routes.balance)
-
-
-class ExpertBlockAgain(ExpertBlock):
-    """Tokens are sent again in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def expert_model(layers: int = 2, stacked: bool = False) -> TinyGPT:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 torch.set_num_threads(1)  # also on ranks, which import this
 
@@ -46,13 +45,6 @@ class Block(nn.Module):
         q, k, v = heads.transpose(1, 2).unbind(3)  # each rows x heads x places x numbers
         x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
-
-
-class BlockAgain(Block):
-    """Activations are computed again in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Adapted(nn.Module):
