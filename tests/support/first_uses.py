@@ -4,8 +4,7 @@ Each program is a function of one member. Its result depends on who has sent wha
 
     @program()
     def send_and_recv(me: Member) -> Any:
-        with me.timed("send"):
-            dist.send(me.tensor(), group=me.group, group_dst=me.right)
+        me.timed("send", dist.send, me.tensor(), group=me.group, group_dst=me.right)
         ...
 
 Of each pair of ranks, one is passive while they connect. Which one depends on their ports, so that one run proves
@@ -14,12 +13,10 @@ nothing: ``use`` runs a program in many groups at once, a thread for each, and b
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -99,50 +96,28 @@ Make = Callable[[Block, int, "float | None", str], list[dist.ProcessGroup]]
 # ---- programs ----
 
 
-@dataclass
 class Member:
     """This rank in some groups of the same ranks."""
 
-    groups: Sequence[Any]
-    seconds: dict[str, float] = field(default_factory=dict)
-    """How long each call took."""
-
-    @property
-    def group(self) -> Any:
-        return self.groups[0]
-
-    @property
-    def place(self) -> int:
-        return int(self.group.rank())
-
-    @property
-    def size(self) -> int:
-        return int(self.group.size())
-
-    @property
-    def others(self) -> list[int]:
-        return [place for place in range(self.size) if place != self.place]
-
-    @property
-    def left(self) -> int:
-        return (self.place - 1) % self.size
-
-    @property
-    def right(self) -> int:
-        return (self.place + 1) % self.size
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self.groups, self.group = groups, groups[0]
+        self.place, self.size = int(self.group.rank()), int(self.group.size())
+        self.others = [place for place in range(self.size) if place != self.place]
+        self.left, self.right = (self.place - 1) % self.size, (self.place + 1) % self.size
+        self.seconds: dict[str, float] = {}
+        """How long each call took."""
 
     def tensor(self, number: int = 0) -> torch.Tensor:
         """A tensor that tells who has sent it."""
         return torch.tensor([float(dist.get_rank()), float(number)])
 
-    @contextlib.contextmanager
-    def timed(self, call: str) -> Iterator[None]:
-        """Measure one call."""
+    def timed(self, name: str, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """Make and measure one call."""
         start = time.monotonic()
         try:
-            yield
+            return call(*args, **more)
         finally:
-            self.seconds[call] = max(self.seconds.get(call, 0.0), time.monotonic() - start)
+            self.seconds[name] = max(self.seconds.get(name, 0.0), time.monotonic() - start)
 
 
 class Program(NamedTuple):
@@ -178,13 +153,10 @@ def empty() -> torch.Tensor:
 def around(me: Member, send: Callable[..., Any], receive: Callable[..., Any], message: Any, received: Any) -> Any:
     """A message goes around: only the first member sends before it receives."""
     if me.place == 0:
-        with me.timed("send"):
-            send(message, group=me.group, group_dst=me.right)
-    with me.timed("recv"):
-        receive(received, group=me.group, group_src=me.left)
+        me.timed("send", send, message, group=me.group, group_dst=me.right)
+    me.timed("recv", receive, received, group=me.group, group_src=me.left)
     if me.place > 0:
-        with me.timed("send"):
-            send(message, group=me.group, group_dst=me.right)
+        me.timed("send", send, message, group=me.group, group_dst=me.right)
     return received
 
 
@@ -202,10 +174,9 @@ def object_lists(me: Member) -> Any:
 def post_for_all(me: Member) -> tuple[list[torch.Tensor], list[Any]]:
     """Post a receive from each other member, and then a message to each: what is received, and the works."""
     received = [empty() for _ in me.others]
-    with me.timed("irecv"):
-        works = [dist.irecv(each, group=me.group, group_src=place) for each, place in zip(received, me.others)]
-    with me.timed("isend"):
-        works += [dist.isend(me.tensor(place), group=me.group, group_dst=place) for place in me.others]
+    pairs = [*zip(received, me.others)]
+    works = [me.timed("irecv", dist.irecv, each, group=me.group, group_src=place) for each, place in pairs]
+    works += [me.timed("isend", dist.isend, me.tensor(place), group=me.group, group_dst=place) for place in me.others]
     return received, works
 
 
@@ -217,8 +188,7 @@ def wait_for_all(works: Sequence[Any]) -> None:
 @program()
 def irecv_first_on_all_sides(me: Member) -> Any:
     received, works = post_for_all(me)
-    with me.timed("wait"):
-        wait_for_all(works)
+    me.timed("wait", wait_for_all, works)
     return [each.tolist() for each in received]
 
 
@@ -226,20 +196,15 @@ def irecv_first_on_all_sides(me: Member) -> Any:
 def batched_ring(me: Member) -> Any:
     left, right = empty(), empty()
 
-    def one(op: Any, tensor: torch.Tensor, place: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(op, tensor, group=me.group, group_peer=place, tag=tag)
-
-    with me.timed("batch_isend_irecv"):
-        works = dist.batch_isend_irecv(
-            [
-                one(dist.irecv, left, me.left, 1),
-                one(dist.irecv, right, me.right, 2),
-                one(dist.isend, me.tensor(1), me.right, 1),
-                one(dist.isend, me.tensor(2), me.left, 2),
-            ]
-        )
-    with me.timed("wait"):
-        wait_for_all(works)
+    messages = [
+        (dist.irecv, left, me.left, 1),
+        (dist.irecv, right, me.right, 2),
+        (dist.isend, me.tensor(1), me.right, 1),
+        (dist.isend, me.tensor(2), me.left, 2),
+    ]
+    batch = [dist.P2POp(op, each, group=me.group, group_peer=place, tag=tag) for op, each, place, tag in messages]
+    works = me.timed("batch_isend_irecv", dist.batch_isend_irecv, batch)
+    me.timed("wait", wait_for_all, works)
     return left.tolist(), right.tolist()
 
 
@@ -248,20 +213,18 @@ def tags_in_reversed_order(me: Member) -> Any:
     """The tensors are too large for the buffers of a connection."""
     tags, size = range(6), 65_536
     if me.place == 0:
-        with me.timed("isend"):
-            works = [
-                dist.isend(torch.full((size,), float(tag)), group=me.group, group_dst=place, tag=tag)
-                for place in me.others
-                for tag in tags
-            ]
-        with me.timed("wait"):
-            wait_for_all(works)
+        works = [
+            me.timed("isend", dist.isend, torch.full((size,), float(tag)), group=me.group, group_dst=place, tag=tag)
+            for place in me.others
+            for tag in tags
+        ]
+        me.timed("wait", wait_for_all, works)
         return None
     received = {tag: torch.zeros(size) for tag in tags}
-    with me.timed("irecv"):
-        works = [dist.irecv(received[tag], group=me.group, group_src=0, tag=tag) for tag in reversed(tags)]
-    with me.timed("wait"):
-        wait_for_all(works)
+    works = [
+        me.timed("irecv", dist.irecv, received[tag], group=me.group, group_src=0, tag=tag) for tag in reversed(tags)
+    ]
+    me.timed("wait", wait_for_all, works)
     return [tensor.unique().tolist() for tensor in received.values()]
 
 
@@ -270,20 +233,16 @@ def recv_from_any_source(me: Member) -> Any:
     """The second member sends at once. The others do not touch the group before the first one has received that."""
     received = empty()
     if me.place == 1:
-        with me.timed("send"):
-            dist.send(me.tensor(), group=me.group, group_dst=0)
+        me.timed("send", dist.send, me.tensor(), group=me.group, group_dst=0)
     elif me.place > 1:
         dist.recv(empty(), group=me.groups[1], group_src=0)
-        with me.timed("send after the message"):
-            dist.send(me.tensor(), group=me.group, group_dst=0)
+        me.timed("send after the message", dist.send, me.tensor(), group=me.group, group_dst=0)
     else:
-        with me.timed("recv"):
-            senders = [dist.recv(received, group=me.group)]
+        senders = [me.timed("recv", dist.recv, received, group=me.group)]
         for place in range(2, me.size):
             dist.send(me.tensor(), group=me.groups[1], group_dst=place)
         rest = [empty() for _ in range(2, me.size)]
-        with me.timed("recv of the rest"):
-            senders += [dist.recv(each, group=me.group) for each in rest]
+        senders += [me.timed("recv of the rest", dist.recv, each, group=me.group) for each in rest]
         return senders[0], sorted(senders), received.tolist(), sorted(each.tolist() for each in rest)
     return None
 
@@ -293,28 +252,24 @@ def irecv_from_any_source_first(me: Member) -> Any:
     """The first member posts its receives, and then takes part in a collective of another group, as do the others."""
     received = [empty() for _ in me.others]
     if me.place == 0:
-        with me.timed("irecv"):
-            works = [dist.irecv(each, group=me.group) for each in received]
-    with me.timed("barrier"):
-        dist.barrier(group=me.groups[1])
-    with me.timed("wait"):
-        if me.place == 0:
-            wait_for_all(works)
-        else:
-            dist.send(me.tensor(), group=me.group, group_dst=0)
+        works = [me.timed("irecv", dist.irecv, each, group=me.group) for each in received]
+    me.timed("barrier", dist.barrier, group=me.groups[1])
+    if me.place == 0:
+        me.timed("wait", wait_for_all, works)
+    else:
+        me.timed("wait", dist.send, me.tensor(), group=me.group, group_dst=0)
     return sorted(each.tolist() for each in received)
 
 
 @program()
 def barrier(me: Member) -> Any:
-    with me.timed("barrier"):
-        dist.barrier(group=me.group)
+    me.timed("barrier", dist.barrier, group=me.group)
 
 
 @program()
 def monitored_barrier(me: Member) -> Any:
-    with me.timed("monitored_barrier"):
-        dist.monitored_barrier(group=me.group, timeout=timedelta(seconds=WAIT_TIMEOUT), wait_all_ranks=me.size % 2 == 0)
+    how = {"timeout": timedelta(seconds=WAIT_TIMEOUT), "wait_all_ranks": me.size % 2 == 0}
+    me.timed("monitored_barrier", dist.monitored_barrier, group=me.group, **how)
 
 
 @program(breaks=True)
@@ -331,8 +286,9 @@ def error_of_monitored_barrier(me: Member, *, wait_all_ranks: bool) -> Any:
     """The first line of the error, which names the rank. The timeout is a part of that of the group."""
     if me.place == me.size - 1:
         return None
-    with pytest.raises(RuntimeError) as caught, me.timed("monitored_barrier"):
-        dist.monitored_barrier(group=me.group, timeout=timedelta(seconds=BARRIER), wait_all_ranks=wait_all_ranks)
+    how = {"timeout": timedelta(seconds=BARRIER), "wait_all_ranks": wait_all_ranks}
+    with pytest.raises(RuntimeError) as caught:
+        me.timed("monitored_barrier", dist.monitored_barrier, group=me.group, **how)
     return str(caught.value).splitlines()[0]
 
 
@@ -347,12 +303,10 @@ def two_threads_in_one_group(me: Member) -> Any:
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
-    with me.timed("isend"):
-        sent = dist.isend(me.tensor(1), group=me.group, group_dst=me.right, tag=1)
-    with me.timed("recv"):
-        dist.recv(received[1], group=me.group, group_src=me.right, tag=2)
-        sent.wait()
-        thread.join(WAIT_TIMEOUT)
+    sent = me.timed("isend", dist.isend, me.tensor(1), group=me.group, group_dst=me.right, tag=1)
+    me.timed("recv", dist.recv, received[1], group=me.group, group_src=me.right, tag=2)
+    me.timed("wait", sent.wait)
+    me.timed("join", thread.join, WAIT_TIMEOUT)
     return [each.tolist() for each in received]
 
 
@@ -362,21 +316,14 @@ def pipeline_with_a_group_for_each_direction(me: Member) -> Any:
     forward, backward = me.groups
     activation, gradient = me.tensor(3), me.tensor(4)
     if me.place > 0:
-        with me.timed("irecv of the activation"):
-            work = dist.irecv(activation, group=forward, group_src=me.place - 1)
-        with me.timed("wait for the activation"):
-            work.wait()
+        work = me.timed("irecv of the activation", dist.irecv, activation, group=forward, group_src=me.place - 1)
+        me.timed("wait for the activation", work.wait)
     if me.place < me.size - 1:
-        with me.timed("irecv of the gradient"):
-            work = dist.irecv(gradient, group=backward, group_src=me.place + 1)
-        with me.timed("isend of the activation"):
-            sent = dist.isend(activation + 1, group=forward, group_dst=me.place + 1)
-        with me.timed("wait for the gradient"):
-            sent.wait()
-            work.wait()
+        work = me.timed("irecv of the gradient", dist.irecv, gradient, group=backward, group_src=me.place + 1)
+        sent = me.timed("isend of the activation", dist.isend, activation + 1, group=forward, group_dst=me.place + 1)
+        me.timed("wait for the gradient", wait_for_all, [sent, work])
     if me.place > 0:
-        with me.timed("isend of the gradient"):
-            sent = dist.isend(gradient + 1, group=backward, group_dst=me.place - 1)
+        sent = me.timed("isend of the gradient", dist.isend, gradient + 1, group=backward, group_dst=me.place - 1)
         sent.wait()
     return activation.tolist(), gradient.tolist()
 
@@ -386,15 +333,12 @@ def irecv_while_others_are_in_another_group(me: Member) -> Any:
     """The last member answers the first one's receive after a collective that the first one has to take part in."""
     received, asked = empty(), me.tensor()
     if me.place == 0:
-        with me.timed("irecv"):
-            work = dist.irecv(received, group=me.group, group_src=me.size - 1)
-    with me.timed("broadcast"):
-        dist.broadcast(asked, group=me.groups[1], group_src=0)
-    with me.timed("wait"):
-        if me.place == 0:
-            work.wait()
-        elif me.place == me.size - 1:
-            dist.send(asked * 2, group=me.group, group_dst=0)
+        work = me.timed("irecv", dist.irecv, received, group=me.group, group_src=me.size - 1)
+    me.timed("broadcast", dist.broadcast, asked, group=me.groups[1], group_src=0)
+    if me.place == 0:
+        me.timed("wait", work.wait)
+    elif me.place == me.size - 1:
+        me.timed("wait", dist.send, asked * 2, group=me.group, group_dst=0)
     return received.tolist()
 
 
@@ -402,15 +346,12 @@ def irecv_while_others_are_in_another_group(me: Member) -> Any:
 def isend_while_others_are_in_another_group(me: Member) -> Any:
     received, asked = empty(), me.tensor()
     if me.place == 0:
-        with me.timed("isend"):
-            works = [dist.isend(asked + place, group=me.group, group_dst=place) for place in me.others]
-    with me.timed("all_reduce"):
-        dist.all_reduce(asked, group=me.groups[1])
-    with me.timed("wait"):
-        if me.place == 0:
-            wait_for_all(works)
-        else:
-            dist.recv(received, group=me.group, group_src=0)
+        works = [me.timed("isend", dist.isend, asked + place, group=me.group, group_dst=place) for place in me.others]
+    me.timed("all_reduce", dist.all_reduce, asked, group=me.groups[1])
+    if me.place == 0:
+        me.timed("wait", wait_for_all, works)
+    else:
+        me.timed("wait", dist.recv, received, group=me.group, group_src=0)
     return received.tolist(), asked.tolist()
 
 
@@ -419,11 +360,10 @@ def isend_and_irecv_while_others_sleep(me: Member) -> Any:
     """The others do not touch the group for longer than its timeout."""
     received, works = post_for_all(me) if me.place == 0 else ([empty()], [])
     time.sleep(1.2 * SHORT)
-    with me.timed("wait"):
-        wait_for_all(works)
-        if me.place > 0:
-            dist.recv(received[0], group=me.group, group_src=0)
-            dist.send(me.tensor(), group=me.group, group_dst=0)
+    me.timed("wait", wait_for_all, works)
+    if me.place > 0:
+        me.timed("recv", dist.recv, received[0], group=me.group, group_src=0)
+        me.timed("send", dist.send, me.tensor(), group=me.group, group_dst=0)
     return [each.tolist() for each in received]
 
 
