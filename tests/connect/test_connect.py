@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -13,14 +12,10 @@ import torch.distributed as dist
 from pgmesh import LifetimeError, ProcessGroupMesh, WorldError
 from pgmesh.connect import first_collective
 from pgmesh.groups.world import current_world
-from tests.support.board import at_all_reduce
 from tests.support.faults import (
     LONG_TIMEOUT,
     attempt,
-    beat_fast,
     last_status,
-    set_flag,
-    wait_for_flag,
     wait_until,
 )
 from tests.support.logs import logged_lines
@@ -120,26 +115,6 @@ def test_blocking_backends_start_in_one_order():
     assert len(entered) == 3
     assert entered == sorted(entered)
     check_sums(groups_of(mesh))
-
-
-@on_ranks(2, "fast")
-def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
-    """Rank 1 arrives, but it does not begin the first collective before rank 0 has given up."""
-    beat_fast()
-    mesh = ProcessGroupMesh(dp=2, name="actor")
-    dist.barrier()
-    late = at_all_reduce(before=lambda: wait_for_flag(tmp_path, "given up by 0"))
-    with late if mesh.rank == 1 else contextlib.nullcontext():
-        failed = attempt(lambda: mesh.connect(timeout=2))
-    set_flag(tmp_path, f"given up by {mesh.rank}")
-    dist.barrier()
-    mesh.connect()
-    check_sums({"dp": (mesh.group(), range(2))})
-    assert failed.kind == "MissingRanksError"
-    assert failed.text == (
-        "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
-        "Its members are ranks 0, 1."
-    )
 
 
 @on_ranks(4)

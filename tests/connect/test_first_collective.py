@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from pgmesh import LifetimeError, ProcessGroupMesh
+from pgmesh import LifetimeError, MissingRanksError, PgmeshError, ProcessGroupMesh
 from pgmesh.connect.decisions import Decision
 from pgmesh.connect.first_collective import FirstCollectives
 from pgmesh.connect.group_rounds import GroupRound
@@ -73,6 +73,23 @@ def test_group_released_during_its_first_collective_is_named():
             collectives.finish()
 
 
+def error_of_endless(rank: int, size: int, client: Any, statuses: Statuses) -> PgmeshError:
+    with mesh_and_group(rank, size) as (mesh, group), work_of_torch(None):
+        collectives = FirstCollectives(mesh._mesh_groups, client, statuses)
+        collectives.add({made_round(): group})
+        collectives.finish()
+    (collective,) = collectives.of_made
+    assert isinstance(collective.error, MissingRanksError)
+    return collective.error
+
+
+def test_endless_first_collective_fails_at_the_deadline():
+    assert str(error_of_endless(0, 2, client_of(), Statuses(0.1, lambda: 0.0))) == (
+        "group tp of mesh 'actor': its first collective did not finish in time: the deadline was 1 s. "
+        "Its members are ranks 0, 1."
+    )
+
+
 def test_member_far_from_the_front_names_ended_one():
     """It reads the statuses of those after it, whose listeners it asks."""
     status = RankStatus(endpoint=("127.0.0.1", 4000)).pack().encode()
@@ -81,9 +98,5 @@ def test_member_far_from_the_front_names_ended_one():
         return [status if operation == Read(status_key(37)) else None for operation in operations]
 
     statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds, wait: True)
-    with mesh_and_group(36, 40) as (mesh, group), work_of_torch(None):
-        collectives = FirstCollectives(mesh._mesh_groups, client_of(run), statuses)
-        collectives.add({made_round(): group})
-        collectives.finish()
-    (collective,) = collectives.of_made
-    assert "rank 37 has ended: its listener at 127.0.0.1:4000 refuses connections" in str(collective.error)
+    error = error_of_endless(36, 40, client_of(run), statuses)
+    assert "rank 37 has ended: its listener at 127.0.0.1:4000 refuses connections" in str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,32 +13,17 @@ import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh
 from pgmesh.launch import StoreProcess
+from tests.support.faults import LONG_TIMEOUT, wait_until
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
 DEADLINE = timedelta(seconds=30)
 
 
-@contextmanager
-def world_on(store: dist.Store, rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=DEADLINE)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def client(port: int) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=DEADLINE)
-
-
 def wait_for_both(store: dist.Store, key: str) -> None:
     """Wait until two ranks have called this, outside any world."""
-    end = time.monotonic() + DEADLINE.total_seconds()
     store.add(key, 1)
-    while store.add(key, 0) < 2:
-        assert time.monotonic() < end, f"the other rank did not come to {key}"
-        time.sleep(0.01)
+    wait_until(lambda: store.add(key, 0) == 2, f"the other rank comes to {key}")
 
 
 @contextmanager
@@ -54,24 +38,22 @@ def left_for_others() -> Iterator[int]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def use(mesh: ProcessGroupMesh) -> None:
-    mesh.connect(timeout=timedelta(seconds=10))
-    check_sums(groups_of(mesh))
-
-
 def live_in(worlds: int, port: int) -> list[dict[str, int]]:
     """Live in so many worlds, closing the mesh in every other one; what each leaves behind."""
     left, kept, early = [], [], dict[str, int]()
     with left_for_others() as rank:
-        tcp = client(port)
+        tcp = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=DEADLINE)
         for number in range(worlds):
-            with world_on(dist.PrefixStore(f"world {number}", tcp), rank, 2):
-                mesh = ProcessGroupMesh(dp=2, tp=1, name="actor")
-                use(mesh)
-                group = mesh.group("dp")
-                dist.barrier()
-                if number % 2:
-                    mesh.close()
+            store = dist.PrefixStore(f"world {number}", tcp)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=DEADLINE)
+            mesh = ProcessGroupMesh(dp=2, tp=1, name="actor")
+            mesh.connect(timeout=LONG_TIMEOUT)
+            check_sums(groups_of(mesh))
+            group = mesh.group("dp")
+            dist.barrier()
+            if number % 2:
+                mesh.close()
+            dist.destroy_process_group()
             with pytest.raises(LifetimeError, match="closed" if number % 2 else "ended when torch.distributed"):
                 mesh.group("dp")
             mesh.close()
@@ -89,4 +71,4 @@ def live_in(worlds: int, port: int) -> list[dict[str, int]]:
 @pytest.mark.skipif(not CAN_COUNT, reason="needs /proc")
 def test_ended_world_leaves_nothing_behind():
     with StoreProcess() as server, fresh_world(2) as own:
-        assert own.run(live_in, 20, server.port) == [[{}] * 20] * 2
+        assert own.run(live_in, 12, server.port) == [[{}] * 12] * 2
