@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -24,7 +25,7 @@ from tests.support.launcher_environments import (
     SRUN,
     TORCHRUN,
 )
-from tests.support.programs import clean_env, run_programs
+from tests.support.programs import clean_env, free_port, run_programs
 
 # ---- host and port of rank 0 ----
 
@@ -99,15 +100,20 @@ def test_join_selects_device_of_local_rank(monkeypatch, environ, seen, device, s
 
 
 @pytest.mark.parametrize(
-    ("environ", "where"), [({}, ""), (dict(zip(detect.BY_HAND.marks, ("0", "1", "0", "127.0.0.1", "0"))), " at ")]
+    ("interface", "more", "problem"),
+    [
+        ("eth99", {}, "rank 0 of 1 could not join: .*eth99"),
+        ("eth99", {"rank": 0, "size": 1, "host": "127.0.0.1"}, r"rank 0 of 1 could not join at 127.0.0.1:\d+: .*eth99"),
+        ("", {"host": "n1:29500"}, r"rank 0 of 1 could not join at n1:29500:\d+: .*n1:29500"),
+    ],
 )
-def test_join_on_unknown_interface_is_launch_error(monkeypatch, environ, where):
-    if environ:
-        environ["MASTER_PORT"] = f"{free_port()}"
-    for name, value in (environ | {"GLOO_SOCKET_IFNAME": "eth99"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match=rf"^rank 0 of 1 could not join{where}.*eth99") as caught:
-        join("gloo", timeout=5)
+def test_join_that_fails_is_launch_error(monkeypatch, interface, more, problem):
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    if more:
+        more["port"] = free_port()
+    with pytest.raises(LaunchError, match=f"^{problem}") as caught:
+        join("gloo", timeout=5, **more)
     assert str(caught.value).endswith("\n\nCheck the host and its interfaces with: pgmesh doctor")
     assert not dist.is_initialized()
 
@@ -127,16 +133,13 @@ dist.destroy_process_group()
 """
 
 
-def free_port(among=range(20_000, 30_000)) -> int:
-    for port in among:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError(f"no port of {among} is free")
+def free_step() -> int:
+    """The number of a step of Slurm's job 0 whose port is free."""
+    for step in range(os.getpid() % 9_000, 10_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", 20_000 + step))
+            return step
+    raise AssertionError("no port is free")
 
 
 def join_all(tmp_path, call, environs):
@@ -148,53 +151,39 @@ def join_all(tmp_path, call, environs):
 
 
 def test_slurm_tasks_join_at_their_jobs_address(tmp_path):
-    port = free_port(range(20_000 + os.getpid() % 9_000, 30_000))
+    number = free_step()
     step = ONE_HOST | {"SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_GTIDS": "0,1"}
-    step |= {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": str(port - 20_000), "SLURM_STEPID": str(port - 20_000)}
+    step |= {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": str(number), "SLURM_STEPID": str(number)}
     environs = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     assert join_all(tmp_path, "launch.join('gloo')", environs) == [
         "pgmesh INFO joins as rank 0 of 2, local rank 0 of 2: Slurm, because SLURM_STEP_ID is set; "
-        f"rank 0 is at 127.0.0.1:{port}"
+        f"rank 0 is at 127.0.0.1:{20_000 + number}"
     ]
 
 
 def test_ranks_of_torchrun_join_at_another_port(tmp_path):
     """Rank 0 hosts the store, though torchrun's agent hosts another one."""
-    port = free_port(range(20_000 + (os.getpid() + 5_000) % 9_000, 30_000))
+    port = free_port()
     with StoreProcess() as agent:
         shared = agent.env | {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         environs = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         join_all(tmp_path, f"launch.join('gloo', port={port})", environs)
 
 
-def test_join_at_name_with_port_is_launch_error():
-    with pytest.raises(LaunchError, match=r"^rank 0 of 1 could not join at n1:29500:29501: .*n1:29500"):
-        join("gloo", timeout=5, host="n1:29500", port=29501)
-
-
 @pytest.mark.parametrize(
     ("call", "environ", "line"),
     [
+        ("join('gloo')", {}, "rank 0 of 1, local rank 0 of 1: no launcher, because no launcher's variables are set"),
         (
-            "launch.join('gloo')",
-            {},
-            "rank 0 of 1, local rank 0 of 1: no launcher, because no launcher's variables are set",
-        ),
-        (
-            "launch.from_slurm(backend='gloo')",
+            "from_slurm(backend='gloo')",
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "7"},
             "rank 0 of 1: Slurm, because SLURM_STEP_ID is set",
-        ),
-        (
-            "launch.join('gloo')",
-            {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
-            "rank 0 of 1, local rank 0 of 1: MPICH, because PMI_RANK is set",
         ),
     ],
 )
 def test_world_of_one_needs_no_host_or_port(tmp_path, call, environ, line):
-    assert join_all(tmp_path, call, [environ]) == [f"pgmesh INFO joins as {line}"]
+    assert join_all(tmp_path, f"launch.{call}", [environ]) == [f"pgmesh INFO joins as {line}"]
 
 
 def test_an_existing_world_is_kept(monkeypatch):
