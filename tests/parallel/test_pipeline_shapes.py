@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
-    Composition,
     DataParallel,
     ExpertParallel,
     Method,
@@ -25,7 +24,6 @@ from pgmesh.parallel import (
     compose,
     seed_of,
     seeded_rng,
-    verify,
 )
 from pgmesh.parallel.running import MAX_SCHEDULES
 from tests.support.expert_models import expert_model
@@ -55,7 +53,9 @@ class Layer(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("mean", None)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, kind: torch.Tensor, weights: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         flat = self.norm(self.linear(x).flatten(0, 1))
         self.seen = self.seen + 1  # another tensor
         mean = x.detach().mean()
@@ -63,7 +63,7 @@ class Layer(nn.Module):
         if not hasattr(self, "times"):
             self.register_buffer("times", torch.zeros(()))
         self.times.add_(1)
-        x = x + mask * kind.unsqueeze(-1) * flat.view_as(x)
+        x = x + (mask * kind.unsqueeze(-1) + scale * weights.unsqueeze(-1)) * flat.view_as(x)
         with torch.random.fork_rng(devices=[]):  # the same state in one process, which runs all layers in turn
             torch.default_generator.manual_seed(int(self.times))  # torch.manual_seed formats its stack for each device
             if self.again and torch.is_grad_enabled():
@@ -76,7 +76,7 @@ class Layer(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Stages return activations, floats without gradients, and integers."""
+    """Stages return activations, floats without gradients, and integers. Each also has keywords."""
 
     def __init__(self, mesh: ProcessGroupMesh, again: bool = False, frozen: bool = False) -> None:
         super().__init__()
@@ -88,18 +88,23 @@ class Noisy(nn.Module):
             self.enter.requires_grad_(False)
             self.layers[0].requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor, *more: torch.Tensor, **keywords: Any) -> Any:
         if self.enter is not None:
             more = (x.sum(-1, keepdim=True) > 0).to(x.dtype), torch.ones(x.shape[:2], dtype=torch.int64)
             x = self.enter(x)
         for layer in self.layers:
-            x = layer(x, *more) if isinstance(layer, Layer) else x
+            x = layer(x, *more, **keywords) if isinstance(layer, Layer) else x
         return (x, *more) if self.leave is None else self.leave(x)
 
 
-def rows_of(step: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    drawn = torch.randn(2, rows, length, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-    return drawn[0], drawn[1]
+def rows_of(step: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, targets and weights."""
+    given, target = drawn(step, 2, rows, length, 2)
+    return given, target, drawn(step + 1, rows, length)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def pipeline_on(mesh: ProcessGroupMesh, schedule: str = "1f1b", count: int = 1) -> PipelineParallel:
@@ -116,7 +121,7 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-# ---- batch normalisation and dropout ----
+# ---- batch normalisation, dropout, keywords and added gradients ----
 
 
 def noisy(schedule: str, count: int, data: Callable[..., Method] | None, again: bool, frozen: bool) -> None:
@@ -130,15 +135,18 @@ def noisy(schedule: str, count: int, data: Callable[..., Method] | None, again: 
         model = together.apply(Noisy(mesh, again=again, frozen=frozen))
         plains = [Noisy(mesh, frozen=frozen) for _ in range(mesh.size("dp"))]  # of each share of the rows
         for step, (rows, length) in enumerate(SHAPES):
-            given, target = rows_of(step, rows, length)
+            given, target, weights = rows_of(step, rows, length)
+            scale = 0.5 + step  # not a part of the shapes
             for weight in itertools.chain(model.parameters(), *(plain.parameters() for plain in plains)):
                 weight.grad = weight.grad if step % 2 else None
                 if step == 4:  # with a known shape, so that no stage is made anew
                     weight.requires_grad_()
-            losses = model.step(together.share(given), target=together.share(target))
+            keywords = {"weights": together.share(weights), "scale": scale}
+            losses = model.step(together.share(given), target=together.share(target), **keywords)
             right = []
-            for plain, mine, wanted in zip(plains, given.chunk(len(plains)), target.chunk(len(plains)), strict=True):
-                right.append([mse_loss(plain(a), b) for a, b in zip(mine.chunk(PARTS), wanted.chunk(PARTS))])
+            for plain, *mine in zip(plains, *(each.chunk(len(plains)) for each in (given, target, weights))):
+                parts = zip(*(each.chunk(PARTS) for each in mine))
+                right.append([mse_loss(plain(a, weights=w, scale=scale), b) for a, b, w in parts])
                 (torch.stack(right[-1]).mean() / len(plains)).backward()
             sums = gradients_of(plains[0])
             for plain in plains[1:]:
@@ -150,10 +158,11 @@ def noisy(schedule: str, count: int, data: Callable[..., Method] | None, again: 
             if losses:
                 torch.testing.assert_close(torch.stack(losses), torch.stack(right[mesh.index("dp")]).detach())
             if schedule != "zero-bubble-v":
-                given = together.share(rows_of(100 + step, rows, length + step % 2)[0])  # at times another shape
-                out = model(given)
+                given, _, weights = map(together.share, rows_of(100 + step, rows, length + step % 2))  # another shape
+                out = model(given, weights=weights, scale=scale)
+                parts = [*zip(given.chunk(PARTS), weights.chunk(PARTS))]
                 with torch.no_grad():
-                    wanted = [torch.cat([plain(part) for part in given.chunk(PARTS)]) for plain in plains]
+                    wanted = [torch.cat([plain(a, weights=w, scale=scale) for a, w in parts]) for plain in plains]
                 if out is not None:
                     torch.testing.assert_close(out, wanted[mesh.index("dp")], rtol=0, atol=1e-12)
                 assert_same(f"buffers after {what}", buffers_of(model), buffers_of(mine))
@@ -171,12 +180,12 @@ def noisy(schedule: str, count: int, data: Callable[..., Method] | None, again: 
         ("zero-bubble-v", 2, False, False),
     ],
 )
-def test_batch_norm_is_right_with_alternating_shapes(schedule, count, again, frozen):
+def test_steps_of_alternating_shapes_equal_one_process(schedule, count, again, frozen):
     world(2).run(noisy, schedule, count, None, again, frozen)
 
 
 @pytest.mark.parametrize("data", [functools.partial(DataParallel, gradient_as_bucket_view=True), ShardedDataParallel])
-def test_batch_norm_is_right_under_data_parallelism(data):
+def test_steps_under_data_parallelism_equal_one_process(data):
     world(4).run(noisy, "1f1b", 1, data, True, False)
 
 
@@ -299,15 +308,11 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)).double()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
+            x = x if extra is None else x * extra["mask"].unsqueeze(-1)
         return x
-
-
-def drawn(rows: int, length: int) -> torch.Tensor:
-    numbers = torch.Generator().manual_seed(10 * rows + length)
-    return torch.randn(rows, length, WIDTH, dtype=torch.float64, generator=numbers)
 
 
 def of_net(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] | None) -> PipelineParallel:
@@ -320,7 +325,7 @@ def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
         model, plain = of_net(mesh, mse_loss).apply(Net()), Net()
         lengths = [*range(1, MAX_SCHEDULES + 3), 1, MAX_SCHEDULES + 2]
         for length in lengths:
-            rows = drawn(4, length)
+            rows = drawn(length, 4, length, WIDTH)
             model.zero_grad()
             plain.zero_grad()
             kept = [*model.schedules.values()]
@@ -333,7 +338,7 @@ def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
 
 def test_pipeline_without_a_loss_goes_forward():
     with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
-        rows = drawn(4, 2)
+        rows = drawn(0, 4, 2, WIDTH)
         torch.testing.assert_close(of_net(mesh, None).apply(Net())(rows), Net()(rows).detach())
 
 
@@ -350,7 +355,8 @@ def test_target_may_be_several_tensors():
     with ProcessGroupMesh(pp=2) as mesh:
         model, alone = compose(mesh, of_net(mesh, of_several)).apply(Net()), Net()
         for kind, rows in itertools.product((tuple, list, lambda pair: dict(zip("ab", pair))), (4, 8)):
-            x, target = drawn(rows, 3), (drawn(rows, 3) + 1, torch.arange(rows, dtype=torch.float64))
+            x, wanted = drawn(rows, 2, rows, 3, WIDTH)
+            target = wanted, torch.arange(rows, dtype=torch.float64)
             losses = model.step(x, target=kind(target))
             loss = of_several(alone(x), target)
             loss.backward()
@@ -368,83 +374,21 @@ def test_target_may_be_several_tensors():
 # ---- keywords ----
 
 
-class MaskedLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.places = nn.Linear(WIDTH, WIDTH), nn.Embedding(2 * 5, WIDTH)
-
-    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
-        return x + scale * mask.unsqueeze(-1) * torch.tanh(self.linear(x) + self.places(positions))
-
-
-class Masked(nn.Module):
-    """Each layer uses a mask, position ids and a number, which are keywords or in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.into, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(MaskedLayer() for _ in range(4))
-        self.double()
-
-    def forward(self, x: torch.Tensor, extra: Any = None, **keywords: Any) -> torch.Tensor:
-        keywords = keywords or extra
-        x = x if self.into is None else self.into(x)
-        for block in self.blocks:
-            x = block(x, **keywords)
-        return x
-
-
-def masked_batch(step: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Inputs, targets and keywords: rows with masks and positions of their own."""
-    torch.manual_seed(step)
-    x, target = torch.randn(2, rows, length, WIDTH, dtype=torch.float64)
-    positions = torch.stack([torch.randperm(2 * 5)[:length] for _ in range(rows)])
-    mask = torch.rand(rows, length, dtype=torch.float64).round()
-    return x, target, {"mask": mask, "positions": positions, "scale": 0.5 + step}
-
-
-def of_masked(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
-    return PipelineParallel(mesh, "pp", layers="blocks", first=["into"], loss=mse_loss, microbatches=2, **changes)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "count", "kind"), [("1f1b", 1, ShardedDataParallel), ("interleaved", 2, DataParallel)]
-)
-@on_ranks(4)
-def test_every_stage_gets_its_microbatch_of_the_keywords(schedule: str, count: int, kind: Callable[..., Method]):
-    def step(together: Composition, model: Any, given: Any) -> Any:
-        x, target, keywords = given
-        mine = together.share({name: each for name, each in keywords.items() if name != "scale"})
-        x, target, more = together.share(x), together.share(target), {**mine, "scale": keywords["scale"]}
-        losses = model.step(x, target=target, **more)
-        outputs = model(x, **more)
-        if losses:
-            torch.testing.assert_close(torch.stack(losses).mean(), mse_loss(outputs, target), rtol=0, atol=1e-12)
-        return losses
-
-    with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        together = compose(mesh, of_masked(mesh, schedule=schedule, stages_per_rank=count), kind(mesh, "dp"))
-        sizes = [(8, 5), (8, 5), (16, 3)]  # the shapes of keywords change too
-        assert verify(together, Masked, [masked_batch(i, *size) for i, size in enumerate(sizes)], step=step) < 1e-12
-        check_sums(groups_of(mesh))
-
-
 @on_ranks(2)
 def test_keywords_are_split_in_dicts_or_raise():
     with ProcessGroupMesh(pp=2) as mesh:
-        model, right = of_masked(mesh).apply(Masked()), Masked()
-        x, target, keywords = masked_batch(0, 8, 5)
-        mse_loss(right(x, **keywords), target).backward()
-        model.step(x, target=target, extra=keywords)
+        model, right, x, mask = of_net(mesh, mse_loss).apply(Net()), Net(), drawn(0, 8, 5, WIDTH), drawn(1, 8, 5)
+        mse_loss(right(x, {"mask": mask}), x).backward()
+        model.step(x, target=x, extra={"mask": mask})
         assert_same("gradients", gradients_of(model), gradients_of(right))
-        row, nested = torch.ones(1, 5), (torch.ones(8), {"sin": torch.ones(16)})
-        for mask, rows in (
-            (row, "1 row of mask"),
-            (torch.tensor(1.0), "0 rows of mask"),
-            (nested, "8 rows of mask, 16 rows of mask"),  # torch splits the tensors inside tuples and dicts too
+        for extra, rows in (
+            (torch.ones(1, 5), "1 row of extra"),
+            (torch.tensor(1.0), "0 rows of extra"),
+            ((torch.ones(8), {"sin": torch.ones(16)}), "8 rows of extra, 16 rows of extra"),
         ):
             with pytest.raises(ShapeError) as caught:
-                model.step(x, target=target, **{**keywords, "mask": mask})
-            found = f"8 rows of inputs, {rows}, 8 rows of positions, 8 rows of target"
-            message = f"{found} cannot be split into 2 equal microbatches along pp=2."
+                model.step(x, target=x, extra=extra)
+            message = (
+                f"8 rows of inputs, {rows}, 8 rows of target cannot be split into 2 equal microbatches along pp=2."
+            )
             assert str(caught.value).splitlines()[0] == message

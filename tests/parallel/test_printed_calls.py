@@ -36,9 +36,6 @@ def run_printed(call: Callable[[], object], **variables: Any) -> dict[str, Any]:
     return variables
 
 
-# ---- axes ----
-
-
 @pytest.mark.parametrize("axes", [("dp", "tp"), ("pp", "tp"), (1, 2)], ids=str)
 def test_several_axes_of_tensor_parallelism_are_merged(axes: tuple[str | int, ...]):
     sizes = {0: 2, 1: 2, 2: 2} if axes == (1, 2) else {"pp": 2, "dp": 2, "tp": 2}
@@ -92,18 +89,6 @@ def test_printed_unowned_axes_keep_those_given(mesh: ProcessGroupMesh):
     assert eval(call).equal_parts is False
 
 
-# ---- data ----
-
-
-@on_ranks(4)
-def test_ddp_on_sharded_layers_prints_fully_shard():
-    with ProcessGroupMesh(dp=2, tp=2) as mesh:
-        tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
-        call = printed_call(lambda: DataParallel(mesh, "dp").apply(tensor.apply(TinyGPT(layers=1))))
-        together = compose(mesh, eval(call), tensor)
-        check_gradients(together, together.apply(TinyGPT(layers=1)))
-
-
 def check_gradients(together: Any, model: nn.Module, layers: int = 1) -> None:
     codes, target = batch(0)
     expected = TinyGPT(layers=layers)
@@ -136,9 +121,6 @@ def test_parameters_unfrozen_after_ddp_raise(kind: str):
         check_gradients(together, model)
 
 
-# ---- an optimizer from before apply ----
-
-
 def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGroupMesh):
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, weight_decay=0.0)
@@ -150,9 +132,6 @@ def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGro
     (group,) = optimizer.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.125, 0.0)
     assert [*map(id, group["params"])] == [*map(id, model.parameters())]
-
-
-# ---- the result of apply is lost ----
 
 
 @pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
@@ -170,45 +149,11 @@ def test_training_without_the_wrapper_of_apply_raises(kind: str):
         variables = {"together": together, "model": model}
         exec(call, variables)
         applied = variables["model"]
-        if kind == "data":
-            check_gradients(together, applied, layers=2)
-        else:
+        if kind == "pipeline":
             applied.step(codes, target=target)
+        else:
+            check_gradients(together, applied, layers=2)
         model(codes)  # on purpose, since the wrapper was trained
-
-
-class WithMethod(nn.Module):
-    """A model whose loss is a method of its own, which ``forward`` calls too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh()).square().mean()
-
-    forward = loss
-
-
-@on_ranks(2)
-def test_method_of_module_in_ddp_raises():
-    with ProcessGroupMesh(a=2) as mesh:
-        together, alone = compose(mesh, DataParallel(mesh, "a")), WithMethod()
-        model = together.apply(WithMethod())
-        rows = torch.arange(32.0, dtype=torch.float64).reshape(8, 4).sin()
-        inputs = together.share(rows)
-        with pytest.raises(MethodError, match=r"also by a method of model\.module") as caught:
-            model.module.loss(inputs).backward()
-        variables = {"model": model, "inputs": inputs}
-        exec(str(caught.value).splitlines()[-2].strip(), variables)
-        variables["loss"].backward()
-        alone(rows).backward()
-        assert_same("gradients", gradients_of(model), gradients_of(alone))
-        hooks = [hook for layer in model.modules() for hook in layer._forward_pre_hooks.values()]
-        names = [getattr(hook, "func", hook).__qualname__ for hook in hooks]
-        assert names == ["OnePass._before_forward", "DataParallel._check_kept"]  # those of the first step are removed
-        assert not any(weight._backward_hooks for weight in model.parameters())
 
 
 class Prints(nn.Module):
@@ -228,14 +173,16 @@ def test_wrapper_may_be_compiled_evaluated_copied_or_freed():
         model = together.apply(nn.Linear(2, 2))
         for each in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module)), model.eval()):
             each(torch.ones(2, 2)).sum().backward()
-        model = together.apply(WithMethod())  # never trained
+        model.train()(torch.ones(2, 2)).sum().backward()
+        hooks = [hook for layer in model.modules() for hook in layer._forward_pre_hooks.values()]
+        names = [getattr(hook, "func", hook).__qualname__ for hook in hooks]  # without those of the first step
+        assert names == ["OnePass._before_forward", "DataParallel._check_kept"]
+        assert not any(weight._backward_hooks for weight in model.parameters())
+        model = together.apply(nn.Linear(2, 2))  # never trained
         reference = weakref.ref(model.module)
         del model
         gc.collect()
         assert reference() is None
-
-
-# ---- accumulation of with_loss ----
 
 
 class WithBalance(nn.Module):
