@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import warnings
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,15 +106,6 @@ def test_accelerate_shards_along_a_flattened_name():
 # ---- torchtitan ----
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torchtitan_example", EXAMPLES / "torchtitan_meshes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @needs("torchtitan")
 @pytest.mark.parametrize(
     "sizes",
@@ -126,11 +118,11 @@ def example() -> ModuleType:
 def test_torchtitan_meshes_hold_the_same_ranks(sizes: dict[str, int]):
     """And there are fewer groups: of the same ranks, one."""
     given = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, **sizes}
-    module = example()
+    example = runpy.run_path(str(EXAMPLES / "torchtitan_meshes.py"))
     for rank in range(8):
         with fake_rank(rank, 8):
             made, meshes = [], []
-            for kind in (module.ParallelDims, module.Dims):
+            for kind in (example["ParallelDims"], example["Dims"]):
                 before = table_sizes()["pg_map"]
                 dims = kind(**given, world_size=8, spmd_backend="partial_dtensor")
                 dims.build_mesh()
