@@ -147,9 +147,9 @@ def test_tied_target_of_two_tensors_is_an_error():
 def test_one_memory_is_moved_to_several_device_meshes():
     """Each rank's target is on a device mesh of its own, so each is a transfer, and each begins where the shard is."""
     mesh = ProcessGroupMesh(dp=4, tp=1, name="mesh")
-    whole = value("a", 400, 300)
+    whole = value("a", 400, 30)
     shard = shard_of(whole, mesh.layout, [Shard(0), Replicate()], mesh.rank)
-    memory = torch.cat([shard, torch.zeros(300, 300)])
+    memory = torch.cat([shard, torch.zeros(300, 30)])
     source = DTensor.from_local(memory[:100], mesh.device_mesh(), [Shard(0), Replicate()], run_check=False)
     target = DTensor.from_local(memory, mesh.device_mesh("tp"), [Replicate()], run_check=False)
     Resharder(mesh, mesh, source={"a": source}, target={"a": target}, staging_bytes=1000)()
@@ -373,9 +373,9 @@ def test_absent_rank_is_named_and_joins_next_call():
     assert not sync.torn
 
 
-@on_ranks(3, fresh=True)
+@on_ranks(4)
 def test_creation_without_a_rank_names_rank_and_timeout():
-    if dist.get_rank() != 1:
+    if dist.get_rank() in (0, 2):
         error, text, _ = outcome(lambda: Resharder(Layout(1), Layout(2, ranks=[1, 2]), source={}, target={}, timeout=2))
         assert error == "MissingRanksError"
         assert text.startswith("the transfer from rank 0 to ranks 1, 2: rank 1 did not arrive in 2 s.\n")
