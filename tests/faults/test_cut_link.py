@@ -1,4 +1,4 @@
-"""The link between two hosts is cut: who is named, and what goes on."""
+"""The link between two hosts is cut and restored: who is named, and what goes on."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def set_packets(hosts: tuple[str, str], state: str) -> None:
 
 NEAR, FAR = (0, 1, 2), (3, 4, 5)  # the ranks on the host of the store, and those on the other one
 SHORT = H + 2.0  # seconds: the timeout of collectives, and of shrink on the far host
+VICTIM = 1
 
 
 def train(folder: Path) -> None:
-    """One of six ranks: take steps until the link is cut."""
+    """One of six ranks: take steps until the link is cut, and go on when it is restored."""
     beat_fast()
     launch.join("gloo", timeout=WAIT_TIMEOUT)
     mesh = ProcessGroupMesh(dp=2, tp=3, name="train")
@@ -62,8 +63,15 @@ def train(folder: Path) -> None:
         write_result(folder, f"cut {mesh.rank}", time.monotonic(), repr(mesh), str(mesh.shrunk))
         everyone = ProcessGroupMesh(6, name="everyone")
         write_result(folder, f"connect {mesh.rank}", *attempt(lambda: everyone.connect(timeout=LONG_TIMEOUT)))
+        step_until_fault(mesh)
+        mesh = mesh.shrink(spares=FAR, timeout=WAIT_TIMEOUT)
     else:
         write_result(folder, f"cut {mesh.rank}", *attempt(lambda: mesh.shrink("dp", timeout=SHORT)))
+        set_flag(folder, f"stands by {mesh.rank}")
+        mesh = mesh.stand_by(timeout=WAIT_TIMEOUT)
+    if mesh.rank in mesh:
+        check_sums(groups_of(mesh))
+    write_result(folder, f"restored {mesh.rank}", list(mesh), str(mesh.shrunk))
     wait_for_flag(folder, "over")
 
 
@@ -84,7 +92,7 @@ def step_until_fault(mesh: ProcessGroupMesh) -> None:
 def test_mesh_shrinks_during_a_cut(
     hosts: tuple[str, str], tmp_path: Path, set_state: Callable[[tuple[str, str], str], None]
 ) -> None:
-    with ranks_on(hosts, 3, train, tmp_path):
+    with ranks_on(hosts, 3, train, tmp_path) as ranks:
         wait_for_flags(tmp_path, "ready", (*NEAR, *FAR))
         cut = time.monotonic()
         set_state(hosts, "down")
@@ -105,4 +113,10 @@ def test_mesh_shrinks_during_a_cut(
             failed = Attempt(*read_result(tmp_path, f"cut {rank}"))
             print(f"rank {rank}, {failed.end - cut:.2f} s: {failed}")
             assert failed.kind == "MembershipError", failed
-        set_flag(tmp_path, "over")
+        wait_for_flags(tmp_path, "stands by", FAR)
+        ranks[VICTIM].kill()
+        members, shrunk = read_result(tmp_path, f"restored {NEAR[0]}")
+        (came,) = (rank for rank in members if rank in FAR)
+        assert members == [0, came, 2], shrunk
+        for rank in (NEAR[2], came):  # the other far ranks may have stood by too late, and wait for the next shrink
+            assert read_result(tmp_path, f"restored {rank}")[0] == members
