@@ -1,31 +1,25 @@
 """The board of tests: it observes the operations on the store, and injects faults before or after any of them.
 
 Every operation of ``connect``, of the liveness thread and of ``elastic`` goes through ``operations.perform``, in whose
-place ``use_board`` puts a board. A model checker passes its own.
+place ``faults`` puts a board. A model checker passes its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
 from pgmesh.errors import MissingRanksError
 from pgmesh.liveness import operations
-from pgmesh.liveness.operations import CompareSet, Delete, Operation
+from pgmesh.liveness.operations import Delete, Operation
 
 Act = Callable[[], object]
 """A fault: it raises, sleeps, waits, sends a signal, sets a flag."""
-
-
-def writes(*ends: str) -> Callable[[Operation], bool]:
-    """True for a CompareSet of a key that ends in one of these."""
-    return lambda operation: isinstance(operation, CompareSet) and operation.key.endswith(ends)
 
 
 def key_of(operation: Operation) -> str:
@@ -35,16 +29,13 @@ def key_of(operation: Operation) -> str:
 
 @dataclass
 class Fault:
-    """Acts before and after operations.
+    """Acts before and after some operations, all of them by default, but not at the first ``skip`` ones.
 
     Args:
-        at: the operation, or True for those meant. Default: all.
-        before, after: the acts.
-        skip: number of such operations without the acts.
-        times: number of such operations with them; later ones have none.
+        times: number of operations with the acts; later ones have none.
     """
 
-    at: Union[Operation, Callable[[Operation], bool]] = lambda operation: True
+    at: Callable[[Operation], bool] = lambda operation: True
     before: Act = lambda: None
     after: Act = lambda: None
     skip: int = 0
@@ -52,7 +43,7 @@ class Fault:
 
     def strikes(self, operation: Operation) -> bool:
         """True if the acts are due at this operation."""
-        if not (self.at(operation) if callable(self.at) else self.at == operation):
+        if not self.at(operation):
             return False
         due = self.skip <= 0 < self.times
         self.times -= self.skip <= 0
@@ -71,22 +62,14 @@ class Board:
 
 
 class FaultyBoard(Board):
-    """A board with faults, which records the operations.
-
-    Args:
-        faults: the faults.
-        board: the board that performs the operations.
-    """
+    """A board with faults, around another one. It records the operations."""
 
     def __init__(self, *faults: Fault, board: Board | None = None) -> None:
         self.faults, self.board = faults, board or Board()
         self.performed: list[Operation] = []
-        self.requested: list[Operation] = []  # without those of the liveness thread
 
     def perform(self, store: Any, operation: Operation) -> Any:
         self.performed.append(operation)
-        if threading.current_thread().name != "pgmesh-liveness":
-            self.requested.append(operation)
         due = [fault for fault in self.faults if fault.strikes(operation)]
         for fault in due:
             fault.before()
@@ -96,21 +79,13 @@ class FaultyBoard(Board):
         return answer
 
 
-@contextlib.contextmanager
-def use_board(board: Board) -> Iterator[Any]:
-    """Let all threads of this process use a board."""
-    with mock.patch.object(operations, "perform", board.perform):
-        yield board
-
-
-def faults(*each: Fault) -> contextlib.AbstractContextManager[FaultyBoard]:
+def faults(*each: Fault) -> contextlib.AbstractContextManager[Any]:
     """Inject faults into all operations of this process on the store."""
-    return use_board(FaultyBoard(*each))
+    return mock.patch.object(operations, "perform", FaultyBoard(*each).perform)
 
 
-def raises(error: BaseException) -> Callable[..., Any]:
-
-    def act(*_: Any, **__: Any) -> None:
+def raises(error: BaseException) -> Act:
+    def act() -> None:
         raise error
 
     return act
@@ -136,11 +111,7 @@ def at_all_reduce(before: Act = lambda: None, after: Act = lambda: None) -> Iter
 
 @contextlib.contextmanager
 def losing_all_reduces(before: Act = lambda: None) -> Iterator[None]:
-    """All-reduces end on the other members and fail on this process.
-
-    Args:
-        before: called before each fails.
-    """
+    """All-reduces end on the other members and fail on this process, after ``before`` was called."""
     enter = dist.all_reduce
 
     class Lost:
