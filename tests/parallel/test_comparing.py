@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
@@ -31,8 +30,6 @@ from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
-
-long = pytest.mark.long
 
 SHARE = "together.share(batch)   # equal parts; together = compose(...)"
 UNEQUAL = "compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
@@ -179,7 +176,7 @@ def test_broadcast_of_strided_tensors_is_whole():
         assert whole.equal(torch.arange(8.0).view(2, 4))
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
 @on_ranks(4)
 def test_unequal_rows_raise_in_the_first_step(kind: type[DataParallel | ShardedDataParallel]):
@@ -270,39 +267,23 @@ def test_different_inputs_along_tensor_parallel_axis_raise():
         check_sums(groups_of(mesh))
 
 
-class Sequences(nn.Module):
-    """Attention of tokens, or of vectors, to themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.attention = nn.Embedding(24, 8), scaled_dot_product_attention
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if x.is_floating_point() else self.tokens(x)
-        x = x.unflatten(-1, (2, -1)).transpose(1, 2)
-        return self.attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2) + 0 * self.tokens.weight.sum()
-
-
 @on_ranks(4)
 def test_whole_sequences_on_each_rank_raise_until_cut():
     """A sampler gives all ranks along cp the same rows."""
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
         context = ContextParallel(mesh, "cp")
         together = compose(mesh, DataParallel(mesh, "dp"), context)
-        codes, _ = batch(0)
-        for whole in (codes, Sequences().tokens(codes).detach()):
-            model, rows = together.apply(Sequences()), whole[together.rank :: together.num_replicas]
-            with pytest.raises(ShapeError) as caught:
-                model(rows)
-            assert str(caught.value) == (
-                "all ranks along cp=2 have the same inputs, but ContextParallel needs another part of each sequence on "
-                "each: attention would run over copies.\n\n"
-                "  together.share(batch)   # cuts rows and positions of a batch that all ranks have\n"
-                "  together.cut(batch)   # cuts positions of the rows that a sampler has given this rank"
-            )
-            expected = context.cut(Sequences()(rows))
-            torch.testing.assert_close(model(together.cut({"x": rows})["x"]), expected)
-        model = together.apply(Sequences())
-        model(torch.zeros(2, 4, dtype=torch.int64))  # padding alone
+        model, rows = together.apply(TinyGPT(layers=1)), batch(0)[0][together.rank :: together.num_replicas]
+        with pytest.raises(ShapeError) as caught:
+            model(rows)
+        assert str(caught.value) == (
+            "all ranks along cp=2 have the same inputs, but ContextParallel needs another part of each sequence on "
+            "each: attention would run over copies.\n\n"
+            "  together.share(batch)   # cuts rows and positions of a batch that all ranks have\n"
+            "  together.cut(batch)   # cuts positions of the rows that a sampler has given this rank"
+        )
+        positions = torch.arange(rows.size(1)).expand(len(rows), -1)
+        found = model(**together.cut({"x": rows, "positions": positions}))
+        torch.testing.assert_close(found, context.cut(TinyGPT(layers=1)(rows)))
+        together.apply(TinyGPT(layers=1))(torch.zeros(2, 4, dtype=torch.int64))  # padding alone
         check_sums(groups_of(mesh))

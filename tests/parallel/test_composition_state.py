@@ -126,16 +126,6 @@ def test_mean_takes_tokens_or_losses_of_a_step(mesh: ProcessGroupMesh):
     with pytest.raises(MethodError, match=r"together\.mean\(loss_sum, tokens\)"):
         together.mean(torch.tensor(2.0))
     assert together.mean(torch.tensor(6.0), tokens=4) == 1.5
-    together = compose(mesh, unowned=mesh.axes)
-    assert together.mean([torch.tensor(1.0), torch.tensor(2.0)]) == 1.5
+    assert together.mean([torch.tensor(1.0), torch.tensor(2.0)]) == 1.5  # each divided by the tokens of all ranks
     with pytest.raises(MethodError, match=r"if losses: print\(together\.mean\(losses\)\)"):
         together.mean([])
-
-
-@on_ranks(2)
-def test_mean_of_unequal_parts_losses_needs_no_tokens():
-    """The loss of one microbatch as ``loss=`` computes it, and the mean over the list that ``step`` returns."""
-    with ProcessGroupMesh(dp=2) as mesh:
-        together = compose(mesh, DataParallel(mesh, "dp"), equal_parts=False)
-        loss = together.mean(torch.tensor([6.0, 2.0][mesh.rank]), tokens=[3, 1][mesh.rank])
-        assert (loss.item(), together.mean([loss, 2 * loss]).item()) == (2.0, 3.0)

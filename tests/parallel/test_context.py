@@ -91,9 +91,6 @@ def test_torch_context_parallel_takes_groups_of_a_mesh():
             assert cut.equal(ContextParallel(mesh, "cp").cut(whole))
 
 
-# ---- what needs no other rank ----
-
-
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
     with fake_rank(5, 8), ProcessGroupMesh(pp=2, cp=4, name="actor") as mesh:

@@ -35,9 +35,6 @@ def held(module: nn.Module) -> int:
     return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.parameters())
 
 
-# ---- data ----
-
-
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
 @on_ranks(4)
 def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | type[ShardedDataParallel]):
@@ -114,9 +111,6 @@ def test_a_module_that_outlives_its_mesh_ends():
         assert kept.index("pgmesh_group") > kept.index("reducer")  # what stands later is let go of later
         del module
         dist.barrier()
-
-
-# ---- sharded ----
 
 
 @on_ranks(8)
@@ -202,9 +196,6 @@ def test_layers_that_share_weights_are_sharded_together():
         model(together.share(codes)).square().mean().backward()
         plain(codes).square().mean().backward()
         assert_same("gradients", gradients_of(model), gradients_of(plain))
-
-
-# ---- pipeline ----
 
 
 def test_stages_share_weights_and_leave_the_module_unchanged():

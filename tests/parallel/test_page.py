@@ -1,10 +1,8 @@
-"""Three pages: tables name every method, level and schedule; a program runs as pasted. Method has docstrings."""
+"""Three pages: tables name every method, level and schedule; a program runs as pasted."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
 import re
 import runpy
 import subprocess
@@ -53,19 +51,6 @@ def test_table_has_each_method():
         assert "Untested on GPUs." in inspect.getdoc(getattr(parallel, name))
 
 
-def test_each_name_of_method_is_documented():
-    (body,) = (node.body for node in ast.parse(inspect.getsource(Method)).body if isinstance(node, ast.ClassDef))
-    functions = {node.name: ast.get_docstring(node) for node in body if isinstance(node, ast.FunctionDef)}
-    attributes = {
-        node.target.id: isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        for node, after in itertools.pairwise(body)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    assert len(functions) + len(attributes) > 15
-    names = {name: text for name, text in (functions | attributes).items() if not name.startswith("_")}
-    assert [name for name, text in names.items() if not text] == []
-
-
 def test_tables_have_each_level_and_schedule():
     assert [code(row[0]) for row in rows("level")] == [[f"Level.{level.name}"] for level in Level]
     table = rows("`schedule=`")
@@ -111,9 +96,6 @@ def test_verify_prints_the_table_of_the_page(tmp_path: Path):
     assert printed.splitlines()[:2] == [title, header]
     assert {line.split()[0] for line in printed.splitlines()[2:]} == {line.split()[0] for line in table}
     assert max(float(each) for each in re.findall(r"\d\.\de[-+]\d\d", printed.partition("\n")[2])) < 1e-13
-
-
-# ---- the methods that the pages and examples show, composed with others, against one process ----
 
 
 def of_markdown() -> type[Method]:

@@ -199,9 +199,6 @@ def test_pipeline_on_torch_with_older_stages_raises():
             method.apply(nn.Sequential(nn.Sequential(nn.Tanh())))
 
 
-# ---- modules that every stage would run ----
-
-
 class Regular(nn.Module):
     """A module without parameters between the embedding and the layers."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,17 +35,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [*pip, "--no-build-isolation", "--target", str(folder / "site"), str(source)]
     subprocess.run(command, timeout=120, check=True)
     return folder / "site"
-
-
-@contextmanager
-def on_the_path(site: Path) -> Iterator[None]:
-    """Let this process import from a folder."""
-    sys.path.insert(0, str(site))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(site))
-        sys.modules.pop("pgmesh_diloco", None)
 
 
 def model_of(replica: int, frozen: tuple[str, ...]) -> SmallModel:
@@ -88,7 +75,11 @@ def plain_loop(frozen: tuple[str, ...]) -> list[SmallModel]:
 
 def trained(site: Path, kind: str, frozen: tuple[str, ...]) -> float:
     """Train on the mesh, and return the greatest difference from the plain loop."""
-    with on_the_path(site), ProcessGroupMesh(dp=2, x=2 if kind else 1, name=kind or "alone") as mesh:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ProcessGroupMesh(dp=2, x=2 if kind else 1, name=kind or "alone") as mesh,
+    ):
+        patch.syspath_prepend(str(site))
         diloco = find("diloco")(mesh, "dp", every=EVERY)
         assert Path(sys.modules["pgmesh_diloco"].__file__).parent == site
         others, mine = [partner(mesh, kind, "x")] if kind else [], mesh.index("dp")

@@ -64,8 +64,6 @@ def test_each_entry_of_seeded_rng_draws_new_numbers(mesh: ProcessGroupMesh):
 def test_wrong_axes_and_seeds_raise(mesh: ProcessGroupMesh):
     with pytest.raises(AxisError, match=r"^there is no axis 'tpp' in mesh"):
         seed_of(mesh, "tpp", seed=7)
-    with pytest.raises(AxisError, match=r"^axis tp is named twice\.$"):
-        seed_of(mesh, "tp", "tp", seed=7)
     with pytest.raises(MembershipError, match=r"^rank 5 is not in"):
         seed_of(mesh.at(pp=0), seed=7)
     with pytest.raises(OptionsError) as caught:

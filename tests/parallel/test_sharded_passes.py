@@ -34,8 +34,6 @@ class Net(nn.Module):
         return {"one": self.one, "other": self.other, "both": lambda x: self.one(x) + self.other(x)}[last](x)
 
 
-# ---- passes without a backward pass ----
-
 PASSES: dict[str, Callable[[nn.Module], Any]] = {
     "no_grad": lambda _: torch.no_grad(),
     "inference_mode": lambda _: torch.inference_mode(),
@@ -84,17 +82,13 @@ def test_passes_without_backward_leave_training_unchanged():
         check_sums(groups_of(mesh))
 
 
-# ---- ranks that run different modules ----
-
-
-def differing(case: str, index: int) -> dict[str, Any]:
-    """Arguments of the model on the rank at this index."""
-    return {
-        "heads": {"head": "ab"[index]},
-        "numbers of calls": {"dropped": index or None},
-        "dropped layers": {"dropped": index},
-        "weights of the root": {"last": ("one", "other")[index]},
-    }[case]
+DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "heads": ({"head": "a"}, {"head": "b"}),
+    "numbers of calls": ({"dropped": None}, {"dropped": 1}),
+    "dropped layers": ({"dropped": 0}, {"dropped": 1}),
+    "weights of the root": ({"last": "one"}, {"last": "other"}),
+}
+"""Arguments of the model on each of two ranks."""
 
 
 def run(step: Callable[[], None], times: int) -> None:
@@ -102,14 +96,14 @@ def run(step: Callable[[], None], times: int) -> None:
         step()
 
 
-@pytest.mark.parametrize("case", ["heads", "numbers of calls", "dropped layers", "weights of the root"])
+@pytest.mark.parametrize("case", DIFFERING)
 @pytest.mark.parametrize("replicate", [(), "dp"], ids=["sharded", "replicated"])
 @on_ranks(2)
 def test_ranks_that_run_different_modules_raise(case: str, replicate: Any):
     with ProcessGroupMesh(dp=2) as mesh:
         together = compose(mesh, ShardedDataParallel(mesh, "dp", replicate=replicate))
         model, x = together.apply(Net()), torch.ones(2, 4, dtype=torch.float64)
-        arguments = differing(case, mesh.index("dp"))
+        arguments = DIFFERING[case][mesh.rank]
         with pytest.raises(MethodError, match=r"^ranks ran other sharded modules: .* on rank 0; .* on rank 1\. "):
             run(lambda: model(x, **arguments).square().mean().backward(), times=2)
 

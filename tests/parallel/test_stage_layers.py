@@ -5,7 +5,7 @@ Code between layers, layers by number, a module in two places, experts twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from torch.nn.functional import mse_loss
 
 from pgmesh import OptionsError, ProcessGroupMesh
 from pgmesh.parallel import PipelineParallel, compose, verify
-from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import FIRST, LAST
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import on_ranks
@@ -24,8 +23,6 @@ pytestmark = [pytest.mark.long, needs_pipelines]
 
 LAYERS, WIDTH = 5, 4
 
-
-# ---- loops over layers ----
 
 Loop = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -107,12 +104,6 @@ def test_loop_over_stage_layers_equals_one_process(kind: type[nn.Module], loop: 
             assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
 
 
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(1, 2), ProcessGroupMesh(pp=2) as mesh:
-        yield mesh
-
-
 def test_layers_of_other_stages_are_counted_and_none(mesh):
     for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict):
         module = Looping(kind, as_a_whole)
@@ -122,9 +113,6 @@ def test_layers_of_other_stages_are_counted_and_none(mesh):
         assert layers["layer0" if kind is nn.ModuleDict else 0] is None
         assert kind is nn.ModuleDict or "(0): None" in repr(layers)
     assert ("layer4" in layers, "layer0" in layers) == (True, False)
-
-
-# ---- modules in two places ----
 
 
 @pytest.mark.parametrize(

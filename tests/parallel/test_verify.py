@@ -6,7 +6,7 @@ A program is a function of ``wrong`` that every rank runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -133,26 +133,15 @@ CHANGES: dict[str, Change] = {
 # ---- optimizers ----
 
 
-class Lars(torch.optim.Optimizer):
-    """SGD whose step of each parameter has a part of the parameter's norm, or of that of this rank's shard."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter], of_shards: bool) -> None:
-        super().__init__(parameters, {})
-        self.of_shards = of_shards
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    own, gradient = map(local, (weight, weight.grad)) if self.of_shards else (weight, weight.grad)
-                    weight -= 0.01 * own.norm() / (gradient.norm() + 1e-8) * weight.grad
-
-
-def lars_on_shards(wrong: bool) -> float:
+def rate_by_size_of_shards(wrong: bool) -> float:
     mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        sizes = [(local(weight) if wrong else weight).numel() for weight in model.parameters()]
+        return torch.optim.SGD(model.parameters(), lr=1 / sum(sizes))
+
     together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-    return verify(together, ONE_LAYER, CODES, loss=loss_of, optimizer=lambda model: Lars(model.parameters(), wrong))
+    return verify(together, ONE_LAYER, CODES, loss=loss_of, optimizer=optimizer)
 
 
 LOCAL = "A part of the program computes with what a rank has where one process has all"
@@ -163,7 +152,7 @@ REASONS: dict[Callable[[bool], float], str] = {
     partial(hooked, "sum in place"): "Each gradient that differs is 4 times that on one rank, and dp has size 4.",
     partial(hooked, "gradients of zero"): "These gradients are zero on the mesh.",
     partial(hooked, "gradient of one rank"): "Only rank 3 differs.",
-    lars_on_shards: "in step 1 the update of",
+    rate_by_size_of_shards: "in step 1 the update of",
 }
 """Programs, and a part of the likely reason that the error of each has."""
 
