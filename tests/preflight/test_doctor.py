@@ -220,59 +220,50 @@ def test_socket_variables_must_select_an_interface():
 # ---- the store ----
 
 
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""The agent of torchrun listens, and rank 0 does not."""
+
+
+def of_store(place: LauncherInfo, **environ: str) -> list[tuple[str, str]]:
+    return brief(diagnosis.store_findings(environ, place, 2.0))
+
+
 def test_store_is_reachable_or_awaited_or_unreachable():
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         place = found(rank=1, address="127.0.0.1", port=port)
-        assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", f"a process listens at 127.0.0.1:{port}")]
-    assert brief(diagnosis.store_findings({}, place, 2.0)) == [
-        ("--", f"the host of 127.0.0.1:{port} can be reached; rank 0 has not joined yet, so no process listens there")
-    ]
-    (finding,) = diagnosis.store_findings({"TORCHELASTIC_USE_AGENT_STORE": "True"}, place, 2.0)
+        assert of_store(place) == [("ok", f"a process listens at 127.0.0.1:{port}")]
+        assert of_store(found(address="127.0.0.1", port=port), **AGENT) == of_store(place)
+    awaited = "rank 0 has not joined yet, so no process listens there"
+    assert of_store(place) == [("--", f"the host of 127.0.0.1:{port} can be reached; {awaited}")]
+    (finding,) = diagnosis.store_findings(AGENT, place, 2.0)
     assert brief([finding]) == [("bad", f"127.0.0.1:{port} cannot be reached: Connection refused")]
     assert "MASTER_ADDR" in finding.fix
 
 
-def test_store_port_of_rank_0_is_free():
+def test_store_port_of_rank_0_is_free_or_taken():
     port = free_port()
     place = found(address="127.0.0.1", port=port)
     says = f"port {port} is free on this host, 127.0.0.1; this process, rank 0, listens there after it joins"
-    assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", says)]
-    with closing(socket.create_server(("127.0.0.1", port))) as server:  # as a job that has just ended leaves it
-        client = socket.create_connection(("127.0.0.1", port))
+    assert of_store(place) == [("ok", says)]
+    with closing(socket.create_server(("", port))) as server:
+        (finding,) = diagnosis.store_findings({}, place, 2.0)
+        taken = f"this process, rank 0, hosts the store, but cannot listen at port {port}: Address already in use"
+        assert brief([finding]) == [("bad", taken)]
+        other = re.fullmatch(r"export MASTER_PORT=(\d+)   # the same on every rank", finding.fix)
+        socket.create_server(("", int(other[1]))).close()
+        client = socket.create_connection(("127.0.0.1", port))  # as a job that has just ended leaves it
         server.accept()[0].close()
         client.close()
-    assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", says)]
-
-
-def test_store_port_of_rank_0_is_taken():
-    with closing(socket.create_server(("", 0))) as server:
-        port = server.getsockname()[1]
-        place = found(address="127.0.0.1", port=port)
-        (finding,) = diagnosis.store_findings({}, place, 2.0)
-        assert (finding.mark, finding.text) == (
-            "bad",
-            f"this process, rank 0, hosts the store, but cannot listen at port {port}: Address already in use",
-        )
-        other = re.fullmatch(r"export MASTER_PORT=(\d+)   # the same on every rank", finding.fix)
-        with closing(socket.create_server(("", int(other[1])))):
-            pass
-        environ = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the agent of torchrun listens, and rank 0 does not
-        assert brief(diagnosis.store_findings(environ, place, 2.0)) == [
-            ("ok", f"a process listens at 127.0.0.1:{port}")
-        ]
+    assert of_store(place) == [("ok", says)]
 
 
 def test_store_address_of_another_host_is_bad():
     with mock.patch.object(socket, "getaddrinfo", return_value=[(socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]):
         (finding,) = diagnosis.store_findings({}, found(address="n9", port=free_port()), 2.0)
-    assert brief([finding]) == [
-        ("bad", "no interface of this host has the address n9 (192.0.2.7), but this process, rank 0, hosts the store")
-    ]
-    assert finding.fix == (
-        "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank; "
-        f"the name of this host is {socket.gethostname()}"
-    )
+    text = "no interface of this host has the address n9 (192.0.2.7), but this process, rank 0, hosts the store"
+    assert brief([finding]) == [("bad", text)]
+    assert finding.fix == f"{diagnosis.ADDRESS_FIX}; the name of this host is {socket.gethostname()}"
 
 
 def test_store_without_an_address_is_bad():
