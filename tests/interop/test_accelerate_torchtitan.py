@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import runpy
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from pgmesh import ProcessGroupMesh
-from tests.support.device_mesh_training import assert_same, batch, device_mesh_of, make_net, own_rows, train
 from tests.support.fake_world import fake_rank
-from tests.support.torch_tables import c10d, table_sizes
-from tests.support.worlds import check_sums, groups_of, on_ranks
+from tests.support.torch_tables import table_sizes
 
 pytestmark = pytest.mark.long
 
@@ -65,42 +59,6 @@ def test_accelerate_would_make_the_same_device_mesh(sizes: dict[str, int]):
             for name in [*sizes, *ours._flatten_mapping]:
                 left, right = (dist.get_process_group_ranks(each.get_group(name)) for each in (theirs, ours))
                 assert left == right
-
-
-def prepared(whole: Any, model: nn.Module) -> nn.Module:
-    """A model as accelerate's own function for FSDP2 returns it. An Accelerator with such a mesh takes GPUs alone."""
-    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    config.device_mesh = whole
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=config.get_device_mesh("cpu"),
-        parallelism_config=config,
-        device=torch.device("cpu"),
-        mixed_precision="no",
-    )
-    return fsdp2_prepare_model(accelerator, model)
-
-
-@needs("accelerate")
-@on_ranks(4)
-def test_accelerate_shards_along_a_flattened_name():
-    mesh = ProcessGroupMesh(dp_replicate=2, dp_shard=2)
-    whole = device_mesh_of(mesh)
-    groups, before = groups_of(mesh), table_sizes()["pg_map"]
-    whole["dp_shard"]._flatten("dp_shard_cp")
-    made = list(c10d._world.pg_map)[before:]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning)
-        model = prepared(whole, make_net())
-    assert_same(train(model, own_rows(mesh, "dp_replicate", "dp_shard")), train(make_net(), batch()))
-    assert list(c10d._world.pg_map)[before:] == made
-    assert len(made) == 1
-    check_sums(groups)
-    dist.destroy_process_group(made[0])
 
 
 # ---- torchtitan ----
