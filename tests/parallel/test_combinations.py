@@ -2,10 +2,9 @@
 
 Each program says only which axes a method owns. What differs along other axes, the composition derives.
 
-49 compositions train for three steps in 64-bit floats over Gloo. No loss, norm, gradient or weight differs from one
-process by more than 3e-14, the greatest being of weights after the third step of AdamW; with bfloat16, no gradient by
-more than 1% of its norm. ``fully_shard`` of experts along ``edp`` is as exact, with half the memory and 1.2 to 1.5
-times the CPU time.
+47 compositions train for three steps in 64-bit floats over Gloo. No loss, norm, gradient or weight differs from one
+process by more than 3e-14, the greatest being of weights after the third step of AdamW. ``fully_shard`` of experts
+along ``edp`` is as exact, with half the memory and 1.2 to 1.5 times the CPU time.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ pytestmark = pytest.mark.long
 
 GREATEST = 3e-14
 """The greatest difference of a loss, norm, gradient or weight, which the text above states."""
-
-GREATEST_IN_BFLOAT16 = 0.01
-"""The same with gradients in bfloat16, relative to the norm of the tensor."""
 
 PERMUTED = (5, 2, 7, 0, 3, 6, 1, 4)
 AXES = ("late", "pp", "dp", "cp", "tp")
@@ -81,8 +77,6 @@ COMPOSITIONS = {
     "accumulation, experts": on(dp=4, data="data", passes=2, **experts(2, 2)),
     "accumulation, experts, sharded": on(dp=4, data="sharded", passes=2, **experts(2, 2)),
     "accumulation, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, passes=2),
-    "bfloat16, sharded": on(dp=4, data="sharded", half=True),
-    "bfloat16, stacked experts": on(dp=4, data="sharded", half=True, **experts(1, 4, stacked=True)),
     "frozen parameters, sharded": on(dp=4, data="sharded", layers=4, frozen="half"),
     "frozen stage, data": stages(dp=2, data="data", frozen="half"),
     "frozen norms, tensor, sequence": on(tp=4, tensor="sequence", frozen="norms"),
@@ -120,7 +114,7 @@ def test_composition_trains_as_one_process(name: str):
     seen = world(len(drawn.ranks)).run(train, drawn)
     assert set().union(*(names for names, *_ in seen)) == seen[0][1], "no rank has some weights"
     greatest = max(difference for *_, difference in seen)
-    assert greatest <= (GREATEST_IN_BFLOAT16 if drawn.half else GREATEST)
+    assert greatest <= GREATEST
 
 
 def test_complete_drawn_compositions_train_and_others_are_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import AxisError, MethodError, ProcessGroupMesh
+from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import (
     DataParallel,
     ExpertLinear,
@@ -26,9 +26,7 @@ from pgmesh.parallel import (
     mixture,
 )
 from tests.support.expert_models import EXPERTS, TOP_K, Expert, StackedExperts, expert_layer, expert_model
-from tests.support.fake_world import fake_rank
 from tests.support.host_syncs import host_syncs
-from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
     WIDTH,
     assert_same,
@@ -46,9 +44,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks
 pytestmark = pytest.mark.long
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
-
-
-# ---- one layer ----
 
 
 @pytest.mark.parametrize(
@@ -90,9 +85,6 @@ def test_mix_over_ranks_equals_mix_on_one(sizes, over, stacked):
         scaled = {name: mesh.size(*over) * weight.grad for name, weight in layer.named_parameters()}
         assert len(scaled) == len(truth) // (1 if stacked else mesh.size("ep"))
         assert_same("experts", scaled, truth)
-
-
-# ---- what a layer costs ----
 
 
 @on_ranks(4)
@@ -156,22 +148,13 @@ def test_bfloat16_experts_call_grouped_mm_once_per_layer():
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * other.abs().max().item())
 
 
-# ---- what needs no other rank ----
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(edp=2, ep=2, tp=2, name="moe") as mesh:
-        yield mesh
-
-
 def test_a_rank_keeps_its_experts_under_their_names(mesh):
     layer = expert_layer(8)
     whole = {name: weight.clone() for name, weight in layer.state_dict().items()}
-    method = ExpertParallel(mesh, "ep")
+    method = ExpertParallel(mesh, "dp")
     assert method.apply(layer) is layer
     assert layer.mix == method.mix
-    assert list(layer.experts) == ["0", "1", "2", "3"]  # rank 5 is edp1-ep0-tp1
+    assert list(layer.experts) == ["0", "1", "2", "3"]  # rank 5 is pp1-dp0-tp1
     assert layer.state_dict().keys() == {name for name in whole if int(name.split(".")[1]) < 4}
     assert all(weight.equal(whole[name]) for name, weight in layer.state_dict().items())
 
@@ -259,9 +242,6 @@ def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path, data, stacked):
             check_sums(groups_of(mesh))
 
 
-# ---- experts sharded over their replicas ----
-
-
 @pytest.mark.parametrize(("edp", "stacked"), [(1, True), (2, False), (4, True)])
 @on_ranks(4)
 def test_sharded_experts_take_their_part_of_memory(edp, stacked):
@@ -293,15 +273,6 @@ def test_experts_are_sharded_across_replicas_if_asked():
             data = ShardedDataParallel(mesh, "node", "dp", **ways)
             model = compose(mesh, data, ExpertParallel(mesh, "dp")).apply(expert_model())
             assert {each.device_mesh.shape for each in model.blocks[0].experts.parameters()} == {sharded}
-
-
-# ---- experts on replicas, copied, emptied or replaced ----
-
-
-@on_ranks(4)
-def test_experts_across_replicas_that_average_later_raise():
-    with ProcessGroupMesh(late=2, dp=2) as mesh, pytest.raises(AxisError, match="hold different weights"):
-        compose(mesh, AverageLater(mesh, "late"), DataParallel(mesh, "dp"), ExpertParallel(mesh.view(ep=4), "ep"))
 
 
 def assign(model: nn.Module) -> nn.Module:

@@ -121,9 +121,6 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-# ---- batch normalisation, dropout, keywords and added gradients ----
-
-
 def noisy(schedule: str, count: int, data: Callable[..., Method] | None, again: bool, frozen: bool) -> None:
     """Alternate between two shapes in steps and forward passes, against microbatches in one process.
 
@@ -189,9 +186,6 @@ def test_steps_under_data_parallelism_equal_one_process(data):
     world(4).run(noisy, "1f1b", 1, data, True, False)
 
 
-# ---- what stages may hand on ----
-
-
 class Wrapping(nn.Module):
     """Model of which one stage returns a value that the next stage cannot take."""
 
@@ -231,8 +225,6 @@ def test_a_stage_that_returns_other_outputs_raises():
             assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), text)
         assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 
-
-# ---- shapes that only some data ranks have ----
 
 LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
 """Length of the sequences of both data ranks in each step: after the second, new ones come on one rank alone."""
@@ -299,9 +291,6 @@ def test_step_after_a_failed_step_adds_right_gradients():
         assert_same("gradients", found, gradients_of(plain))
 
 
-# ---- schedules ----
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -342,9 +331,6 @@ def test_pipeline_without_a_loss_goes_forward():
         torch.testing.assert_close(of_net(mesh, None).apply(Net())(rows), Net()(rows).detach())
 
 
-# ---- targets of several tensors ----
-
-
 def of_several(output: torch.Tensor, target: Any) -> torch.Tensor:
     wanted, weights = target.values() if isinstance(target, dict) else target
     return ((output - wanted).square() * weights[:, None, None]).mean()
@@ -369,9 +355,6 @@ def test_target_may_be_several_tensors():
             model.step(x, target=(x, object()))
         with pytest.raises(ShapeError, match="8 rows of inputs, 3 rows of target cannot be split"):
             model.step(x, target=[x[:3]])
-
-
-# ---- keywords ----
 
 
 @on_ranks(2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,15 +18,12 @@ from pgmesh.parallel import (
     compose,
     mlp_plan,
 )
-from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import TinyGPT, assert_same_run, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import SEQUENCE_PLAN
 from tests.support.worlds import on_ranks
 
 pytestmark = pytest.mark.long
-
-# ---- frozen parameters ----
 
 
 @on_ranks(2)
@@ -49,15 +44,6 @@ def test_parameters_unfrozen_after_apply_are_trained():
         assert model.norm.weight.grad.placements == model.norm.weight.placements
 
 
-# ---- what needs no other rank ----
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(dp=2, tp=4, name="actor") as mesh:
-        yield mesh
-
-
 def test_ready_plans_name_layers_into_and_out_of():
     layers = {**attention_plan("layers.*.attn"), **mlp_plan("layers.*.mlp")}
     assert {name: type(style) for name, style in layers.items()} == {
@@ -73,7 +59,7 @@ def test_ready_plans_name_layers_into_and_out_of():
 
 @pytest.mark.parametrize("pattern", ["tokens", "t*", "place?", "blocks.0.up", "blocks.*.up"])
 def test_plan_may_name_modules_of_another_stage(mesh, pattern):
-    (part,) = gpt_stages(mesh, "dp").cut(TinyGPT())
+    (part,) = gpt_stages(mesh).cut(TinyGPT())
     TensorParallel(mesh, "tp", plan={pattern: ColwiseParallel()}).apply(part)
     cut = [name for name, weight in part.named_parameters() if isinstance(weight, DTensor) and "bias" not in name]
     assert cut == (["blocks.2.up.weight", "blocks.3.up.weight"] if pattern == "blocks.*.up" else [])
@@ -86,4 +72,4 @@ def test_a_module_under_two_names_is_cut_once(mesh):
     twice.one = twice.other = nn.Linear(4, 8)
     TensorParallel(mesh, "tp", plan={"one": ColwiseParallel(), "o*r": ColwiseParallel()}).apply(twice)
     assert twice.one is twice.other
-    assert twice.one.weight.to_local().shape == (2, 4)
+    assert twice.one.weight.to_local().shape == (4, 4)
