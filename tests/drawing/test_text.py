@@ -80,10 +80,3 @@ def test_each_rank_is_drawn_at_its_labels(layout, data):
     assert mark in shown
     if len(layout) <= text.MAX_CELLS:
         assert shown.keys() == set(layout.ranks())
-
-
-@given(layouts(), st.integers(1, 120))
-def test_lines_fit_the_width_if_panels_do(layout, width):
-    lines = [line for line in text.draw(layout, width=width).splitlines() if line.startswith(("┌", "│", "└"))]
-    panels = [line.count("┌") + line.count("│") // 2 + line.count("└") for line in lines]
-    assert all(len(line) <= width or beside == 1 for line, beside in zip(lines, panels))

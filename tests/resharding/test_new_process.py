@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 import torch
 
 from pgmesh import Layout, PgmeshError, launch
@@ -38,8 +37,9 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("dies", ["in a transfer", "as it connects"])
-def test_resharder_is_created_again_with_new_processes(tmp_path: Path, dies: str):
+def test_resharder_is_created_again_with_new_processes(tmp_path: Path):
+    """Process 0 is lost in a transfer; process 1 too, and then process 2 as it connects."""
+
     def start(rank: int, number: int) -> None:
         (tmp_path / "newest process").write_text(f"{number}")
         processes.start(rank, number)
@@ -48,21 +48,24 @@ def test_resharder_is_created_again_with_new_processes(tmp_path: Path, dies: str
         for rank in range(RANKS):
             wait_for_flag(tmp_path, f"rank {rank} moved with process {number}")
 
+    def kill() -> None:
+        processes.newest[LOST].kill()
+        processes.newest[LOST].join(WAIT_TIMEOUT)
+
     with RankProcesses(run, tmp_path) as processes:
         for rank in range(RANKS):
             start(rank, 0)
         wait_for_transfers(0)
-        for number in 1, 2:
-            if dies == "as it connects" and number == 2:
-                processes.signal(signal.SIGCONT, LOST)
-            processes.newest[LOST].kill()
-            processes.newest[LOST].join(WAIT_TIMEOUT)
-            if dies == "as it connects" and number == 1:
-                processes.signal(signal.SIGSTOP, LOST)
-            start(LOST, number)
-            if dies == "in a transfer" or number == 2:
-                wait_for_transfers(number)
-            else:
-                wait_for_flag(tmp_path, f"process {number} creates")
-                time.sleep(1)  # it waits for the others
+        kill()
+        start(LOST, 1)
+        wait_for_transfers(1)
+        kill()
+        processes.signal(signal.SIGSTOP, LOST)
+        start(LOST, 2)
+        wait_for_flag(tmp_path, "process 2 creates")
+        time.sleep(1)  # it waits for the others
+        processes.signal(signal.SIGCONT, LOST)
+        kill()
+        start(LOST, 3)
+        wait_for_transfers(3)
         set_flag(tmp_path, "over")
