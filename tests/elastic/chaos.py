@@ -22,7 +22,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,12 @@ from tests.support.faults import (
     results,
     set_flag,
     stopped,
+    wait_until,
     write_result,
 )
 from tests.support.worlds import World, fresh_world
 
-RANKS, MEMBERS, DEADLINE = 8, 6, WAIT_TIMEOUT
+RANKS, MEMBERS, FAULTS, DEADLINE = 8, 6, 5, WAIT_TIMEOUT
 AXES = (("tp",), ("dp",), ("dp", "tp"))
 DEADLY = (signal.SIGKILL, signal.SIGTERM)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
@@ -149,27 +149,30 @@ def transfer(mesh: ProcessGroupMesh, weights: torch.Tensor | None) -> torch.Tens
 def step(mesh: ProcessGroupMesh, folder: Path, generation: int, weights: torch.Tensor | None) -> None:
     """Collectives along each axis, each with the right sum."""
     if weights is None or not torch.equal(weights, weights_of(mesh)):
-        (folder / f"wrong {mesh.rank}").write_text(f"the weights of rank {mesh.rank} are not those of {mesh!r}")
-        raise SystemExit(1)
+        fail(mesh, folder, f"the weights of rank {mesh.rank} are not those of {mesh!r}")
     for axes in AXES:
         total = torch.tensor(2.0**mesh.rank, dtype=torch.float64)
         dist.all_reduce(total, group=mesh.group(*axes))
         expected = sum(2.0**rank for rank in mesh.ranks(*axes))
         if total.item() != expected:
-            (folder / f"wrong {mesh.rank}").write_text(f"{total.item()} is not {expected} in {mesh!r} along {axes}")
-            raise SystemExit(1)
+            fail(mesh, folder, f"{total.item()} is not {expected} in {mesh!r} along {axes}")
     flag = folder / f"stepped {mesh.rank} {generation}"
     if not flag.exists():
         (folder / f"mesh {generation} {mesh.rank}").write_text(" ".join(map(str, mesh)))
     flag.touch()
 
 
+def fail(mesh: ProcessGroupMesh, folder: Path, text: str) -> None:
+    (folder / f"wrong {mesh.rank}").write_text(text)
+    raise SystemExit(1)
+
+
 class Driver(threading.Thread):
     """Sends the signals of one world, and checks after each that the survivors agree."""
 
-    def __init__(self, folder: Path, own: World, store: StoreProcess, chance: random.Random, faults: int) -> None:
+    def __init__(self, folder: Path, own: World, store: StoreProcess, chance: random.Random) -> None:
         super().__init__(daemon=True)
-        self.folder, self.pids, self.store, self.chance, self.faults = folder, own.pids, store, chance, faults
+        self.folder, self.pids, self.store, self.chance = folder, own.pids, store, chance
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
         self.gone_at: dict[int, float] = {}  # time.monotonic() of the signal, by rank
@@ -179,8 +182,9 @@ class Driver(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.wait_for([f"ready {rank}" for rank in range(RANKS)], "the start")
-            for _ in range(self.faults):
+            ready = [self.folder / f"ready {rank}" for rank in range(RANKS)]
+            wait_until(lambda: all(path.exists() for path in ready), "the start", 2 * DEADLINE)
+            for _ in range(FAULTS):
                 goes_on = self.pause_alone() if self.chance.random() < 0.3 else self.strike()
                 self.check_reports()
                 if not goes_on:
@@ -325,21 +329,14 @@ class Driver(threading.Thread):
         generation, ranks = max((mesh for mesh in meshes if mesh[1]), default=(1, range(MEMBERS)))
         return generation, {*map(int, ranks)}
 
-    def wait_for(self, names: Sequence[str], what: str) -> None:
-        end = time.monotonic() + 2 * DEADLINE
-        while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < end, f"{what}: not in {2 * DEADLINE:g} s"
-            time.sleep(0.005)
-
 
 @pytest.mark.fault("a second rank dies while the survivors set up the new mesh")
 @pytest.mark.parametrize("number", range(25))
 def test_random_faults_break_no_promise(number: int, tmp_path: Path):
-    """One world with five faults."""
     chance = random.Random(f"{SEED} {number}")
     print(f"PGMESH_SEED={SEED}, {number}")
     with StoreProcess() as store, fresh_world(RANKS, store) as own:
-        driver = Driver(tmp_path, own, store, chance, 5)
+        driver = Driver(tmp_path, own, store, chance)
         driver.start()
         outcomes = own.outcomes(live, tmp_path, deadline=4 * DEADLINE)
         driver.join(DEADLINE)
