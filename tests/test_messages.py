@@ -30,6 +30,7 @@ from pgmesh import (
     plan,
     recipes,
 )
+from pgmesh._util.formatting import call_site
 from pgmesh._util.validation import fill_sizes
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.interop.colossalai import ColossalMesh
@@ -175,3 +176,10 @@ def test_errors_suppress_their_context():
     with pytest.raises(ShapeError) as caught:
         Layout(dp=2.5)
     assert caught.value.__suppress_context__
+
+
+def test_call_site_of_undecodable_file_is_text():
+    found = list[str]()
+    code = compile("found.append(call_site())", "/here/caf\udce9.py", "exec")
+    exec(code, {"found": found, "call_site": call_site})
+    assert found == ["caf\\udce9.py:1"]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import pgmesh
 from pgmesh.__main__ import COMMANDS
 from tests.support import golden_files
 
@@ -72,3 +73,17 @@ def test_public_surface_equals_the_golden_listing():
     found = {line for path, value in values.items() for line in lines_of(path, value, public)}
     found |= {f"command {name}" for name in COMMANDS}
     golden_files.check("public-surface.txt", "".join(f"{line}\n" for line in sorted(found)))
+
+
+def test_docstring_names_every_public_name():
+    for name in (*pgmesh.__all__, *pgmesh._MODULES):
+        assert f"``{name}``" in pgmesh.__doc__, name
+
+
+def test_dir_shows_only_public_names():
+    import_all = [getattr(pgmesh, name) for name in dir(pgmesh)]
+    assert len(import_all) == len(dir(pgmesh))
+    shown = {name for name in dir(pgmesh) if not name.startswith("__")}
+    assert shown == {*pgmesh.__all__, *pgmesh._MODULES}
+    assert not {"Any", "annotations", "TYPE_CHECKING", "importlib", "sizes"} & shown
+    assert {"__version__", "__all__", "__doc__", "__file__"} <= {*dir(pgmesh)}
