@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 
@@ -79,6 +78,7 @@ def test_rank_without_status_is_awaited_until_deadline():
 def test_ranks_retry_after_deadlines():
     """One rank may reach its deadline as another succeeds: the outcome is the same, and a retry works."""
     explore((at_once(AB, after="retry"), at_once(AB, after="retry")), Faults(deadlines=2))
+    explore((at_once(ABC),) * 3, Faults(deadlines=1), 3 * STATES)
 
 
 @pytest.mark.parametrize("faults", [Faults(deadlines=1), Faults(interrupts=1)])
@@ -107,10 +107,3 @@ def test_mutants_are_caught(mutant: Mutant):
     broken = mutant.broken(ConnectSpace)
     assert broken is not None, f"{mutant.name}: expected it to break the law: {mutant.law}"
     print(broken)
-    check_without_mutant(tuple(mutant.programs), mutant.faults)
-
-
-@functools.cache
-def check_without_mutant(programs: tuple[Program, ...], faults: Faults) -> None:
-    """Assert the laws of programs that reveal a mutant, once for all mutants of the same programs."""
-    explore(programs, faults, 3 * STATES)

@@ -131,14 +131,6 @@ def fast_world(n: int) -> World:
     return world(n, "fast")
 
 
-def connect_and_beat(mesh: ProcessGroupMesh) -> None:
-    """Connect a mesh, and return once all its ranks send heartbeats."""
-    mesh.connect(timeout=LONG_TIMEOUT)
-    me = dist.get_rank()
-    wait_until(lambda: last_status(me), "a heartbeat")
-    dist.barrier(mesh.group())
-
-
 def beat_fast_with_bystander(*but: int) -> ProcessGroupMesh:
     """Shorten the heartbeat interval; return a connected mesh of all ranks except ``but``, which must stay intact."""
     beat_fast()
@@ -147,8 +139,11 @@ def beat_fast_with_bystander(*but: int) -> ProcessGroupMesh:
 
 def connected_bystander(*but: int) -> ProcessGroupMesh:
     """A connected mesh of all ranks except ``but``, which must stay intact. All ranks send heartbeats then."""
-    everyone = range(dist.get_world_size())
-    connect_and_beat(ProcessGroupMesh(len(everyone), name="beating"))
+    everyone, me = range(dist.get_world_size()), dist.get_rank()
+    beating = ProcessGroupMesh(len(everyone), name="beating")
+    beating.connect(timeout=LONG_TIMEOUT)
+    wait_until(lambda: last_status(me), "a heartbeat")
+    dist.barrier(beating.group())
     bystander = ProcessGroupMesh(-1, ranks=[rank for rank in everyone if rank not in but], name="bystander")
     if bystander.rank in bystander:
         bystander.connect(timeout=LONG_TIMEOUT)

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.groups.group import find_group
 from tests.support.exiting import run_to_exit
 from tests.support.faults import WAIT_TIMEOUT, read_result, wait_until, write_result
 from tests.support.programs import is_running, wait_until_gone
+from tests.support.torch_tables import is_connecting
 from tests.support.worlds import STARVED
 
 STATUS = 7
@@ -145,13 +145,6 @@ def group_of(mesh: ProcessGroupMesh, case: Case) -> Any:
     return mesh.group("dp", tag="pending")
 
 
-def wait_until_connected(mesh: ProcessGroupMesh, case: Case) -> None:
-    """Wait until the pairs of the group are started."""
-    record = find_group(group_of(mesh, case).group_name)
-    assert record is not None
-    wait_until(lambda: record.store.own_operations, "the pairs are started")
-
-
 @contextlib.contextmanager
 def trained(mesh: ProcessGroupMesh, case: Case) -> Iterator[None]:
     """Hold a model that was trained for a step under DDP, in a group of its own."""
@@ -213,6 +206,6 @@ def run_rank(given: list[Any], folder: str) -> None:
             group_of(mesh, case)
         dist.barrier()
         if case.moment == "connected":
-            wait_until_connected(mesh, case)
+            wait_until(lambda: not is_connecting(group_of(mesh, case)), "the pairs are started")
             dist.barrier()
         (leave if rank == 0 else stay)(mesh, case, path)
