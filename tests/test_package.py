@@ -78,10 +78,11 @@ def test_wheel_holds_only_the_package(wheel: Path):
 
 
 def test_wheel_runs_in_a_separate_environment(wheel: Path, tmp_path: Path):
-    """The environment has pip, the wheel, and what torch and cachetools bring, through a path file."""
-    venv.create(tmp_path / "env", with_pip=True)
+    """The environment has the wheel, and what torch and cachetools bring, through a path file."""
+    venv.create(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=tmp_path)
+    install = ["--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    run(sys.executable, "-m", "pip", *install, wheel, cwd=tmp_path)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(f"{Path(__import__('torch').__file__).parents[1]}\n")
     (tmp_path / "script.py").write_text(PROGRAM)
