@@ -93,25 +93,25 @@ class Replicas:
         with (self.folder / "output").open("ab") as out:
             self.running[replica] = subprocess.Popen(command, env=clean_env(), stdout=out, stderr=out)
 
-    def pid(self, rank: int) -> int:
-        return int((self.folder / f"rank {rank}").read_text().split()[0])
+    def seen(self, rank: int) -> tuple[str, str]:
+        """The process of a rank, and the ranks of its last sum."""
+        path = self.folder / f"rank {rank}"
+        pid, _, ranks = path.read_text().partition(" ") if path.exists() else ("", "", "")
+        return pid, ranks
 
-    def wait_for_sums(self, ranks: Sequence[int]) -> None:
-        """Wait until each of these ranks has summed over exactly these."""
+    def wait_for_sums(self, ranks: Sequence[int]) -> list[str]:
+        """Wait until each of these ranks has summed over exactly these. Returns their processes."""
         for rank in ranks:
             (self.folder / f"rank {rank}").unlink(missing_ok=True)
         for rank in ranks:
-            what = f"rank {rank} sums over {ranks}"
+            is_right = lambda rank=rank: self.seen(rank)[1] == str([*ranks])  # noqa: E731
             # torchrun and new interpreters take long on a busy machine.
-            wait_until(lambda rank=rank: self._ranks(rank) == str([*ranks]), what, 3 * WAIT_TIMEOUT)
-
-    def _ranks(self, rank: int) -> str:
-        path = self.folder / f"rank {rank}"
-        return path.read_text().partition(" ")[2] if path.exists() else ""
+            wait_until(is_right, f"rank {rank} sums over {ranks}", 3 * WAIT_TIMEOUT)
+        return [self.seen(rank)[0] for rank in ranks]
 
     def lose(self, rank: int) -> None:
         """Kill a rank, and wait until its torchrun has ended its replica."""
-        os.kill(self.pid(rank), signal.SIGKILL)
+        os.kill(int(self.seen(rank)[0]), signal.SIGKILL)
         assert self.running[rank // RANKS].wait(60) == 1
 
     def close(self) -> None:
@@ -121,6 +121,7 @@ class Replicas:
                 process.wait(20)
             process.terminate()  # it ends its ranks
             process.wait(60)
+        print((self.folder / "output").read_text())
 
 
 @pytest.mark.long
@@ -128,24 +129,18 @@ def test_torchruns_lose_a_replica_and_regain_it(tmp_path: Path):
     with StoreProcess() as store, contextlib.closing(Replicas(tmp_path, store.port)) as replicas:
         for replica in range(REPLICAS):
             replicas.start(replica)
-        try:
-            replicas.wait_for_sums(range(6))
-            replicas.lose(5)
-            replicas.wait_for_sums(range(4))
-            replicas.start(2, "in the next mesh")
-            for rank in 4, 5:
-                wait_for_flag(tmp_path, f"in the next mesh {rank}")
-            set_flag(tmp_path, "next mesh")
-            replicas.wait_for_sums(range(6))
-            before = [replicas.pid(rank) for rank in range(6)]
-            replicas.lose(2)
-            replicas.start(1, "by standing by")
-            replicas.wait_for_sums(range(6))
-            after = [replicas.pid(rank) for rank in range(6)]
-            assert [rank for rank in range(6) if before[rank] != after[rank]] == [2, 3]
-        except BaseException:
-            print((tmp_path / "output").read_text())
-            raise
+        replicas.wait_for_sums(range(6))
+        replicas.lose(5)
+        replicas.wait_for_sums(range(4))
+        replicas.start(2, "in the next mesh")
+        for rank in 4, 5:
+            wait_for_flag(tmp_path, f"in the next mesh {rank}")
+        set_flag(tmp_path, "next mesh")
+        before = replicas.wait_for_sums(range(6))
+        replicas.lose(2)
+        replicas.start(1, "by standing by")
+        after = replicas.wait_for_sums(range(6))
+        assert [rank for rank in range(6) if before[rank] != after[rank]] == [2, 3]
 
 
 def test_rank_and_replica_together_are_an_error():
