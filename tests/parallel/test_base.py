@@ -53,9 +53,6 @@ class Pipeline(Rows):
         return self.apply(inner(module))
 
 
-# ---- a method ----
-
-
 def test_method_keeps_axes_in_mesh_order(mesh: ProcessGroupMesh):
     method = Rows(mesh, "tp", "dp")
     assert (method.mesh, method.owns, method.average_axes) == (mesh, ("dp", "tp"), ("dp", "tp"))
@@ -89,9 +86,6 @@ def test_options_apply_to_every_group_of_a_method(made: Callable[..., Any], rank
         ranks = {tuple(dist.get_process_group_ranks(each)) for each in made(mesh, {"timeout": minutes})}
         timeouts = {each.ranks: each.options.timeout for each in mesh._mesh_groups.made()}
         assert timeouts == dict.fromkeys(ranks, minutes)
-
-
-# ---- compose ----
 
 
 def test_apply_follows_levels_in_any_argument_order(mesh: ProcessGroupMesh):
@@ -148,9 +142,6 @@ def test_share_cuts_all_tensors_of_a_nest(mesh: ProcessGroupMesh):
     assert rows.share((weight, torch.tensor(3.0)))[1].item() == 3.0
 
 
-# ---- the ranks that read different tokens ----
-
-
 def test_average_axes_are_those_of_rows_and_positions(mesh: ProcessGroupMesh):
     def average_axes(data: Method, *others: Method) -> tuple[Axis, ...]:
         compose(mesh, data, *others, unowned=mesh.axes)
@@ -205,9 +196,6 @@ def test_trainable_weights_need_a_method_that_averages(mesh: ProcessGroupMesh):
     compose(mesh, AverageLater(mesh, "dp"), unowned=["pp", "tp"]).apply(nn.Linear(2, 2))
 
 
-# ---- owners of axes ----
-
-
 def test_experts_may_overlap_all_methods_except_pipelines(mesh: ProcessGroupMesh):
     dense = [Rows(mesh, "dp"), Weights(mesh, "tp"), Pipeline(mesh, "pp")]
     for sizes, senders in [
@@ -232,9 +220,6 @@ def test_methods_own_the_axes_of_their_slices(mesh: ProcessGroupMesh):
             compose(mesh, half, *rest)
     with pytest.raises(AxisError, match=r"^no method owns pp=2"):
         compose(mesh, Rows(mesh.at(pp=1), "dp", "tp"))
-
-
-# ---- a method that raises half-way ----
 
 
 class Fails(Method):
@@ -315,9 +300,6 @@ def test_failed_apply_wraps_errors_once(mesh: ProcessGroupMesh, error: Any, rais
         compose(mesh, method, Pipeline(mesh, "pp"), unowned=["tp"]).apply(nn.Identity())
     assert "Pipeline" not in str(caught.value)
     assert mesh.held() == ()  # without the group of all, which compared weights
-
-
-# ---- found by name ----
 
 
 def test_name_of_no_or_two_packages_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
