@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout
 from pgmesh.drawing import text
@@ -66,6 +66,7 @@ def label(axis: str | int, index: int) -> str:
     return f"{axis}:{index}" if isinstance(axis, int) else f"{axis}{index}"
 
 
+@settings(max_examples=40)
 @given(layouts(), st.data())
 def test_each_rank_is_drawn_at_its_labels(layout, data):
     mark = data.draw(st.sampled_from(layout.ranks()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pgmesh import Layout, MembershipError, MissingRanksError, ProcessGroupMesh
 from pgmesh.topology import host_mapping
@@ -26,6 +26,7 @@ def placement_on(*hosts: str, boots: str | None = None) -> Placement:
 # ---- what follows from a host mapping ----
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_placement_locality_equals_a_plain_count(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))

@@ -113,6 +113,7 @@ def test_parse_topology_reads_hosts_and_domains(nodes, domains, levels):
     assert [*map(str, parse_topology(nodes, domains))] == levels
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_ranks_of_is_the_inverse_of_unit_of(data):
     level = data.draw(levels(data.draw(st.integers(1, 200))))
