@@ -42,11 +42,13 @@ from tests.support.faults import (
     fast_world,
     kill_self,
     meanwhile,
+    read_result,
     results,
     set_flag,
     wait_for_flag,
     wait_for_flags,
     wait_until_waiting,
+    write_result,
 )
 from tests.support.logs import LogLine, logged_lines
 from tests.support.programs import send_signal
@@ -205,61 +207,46 @@ def test_missing_rank_is_named_with_its_status(tmp_path: Path):
         assert not again.kind, again.text
 
 
-def one_dies_before(folder: Path) -> tuple[Attempt, Attempt, float]:
-    """Rank 3 dies while the others wait for it. On a busy core, it could be silent first if heartbeats were fast."""
-    bystander = connected_bystander(3)
+def one_dies(folder: Path, moment: str) -> tuple[Attempt, float]:
+    """Rank 3 dies before it arrives, before it begins the first collective, or right after."""
+    # While rank 3 is awaited on a busy core, it could be silent first if heartbeats were fast.
+    bystander = connected_bystander(3) if moment == "before arriving" else beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    if mesh.rank == 3:
-        wait_until_waiting(0, 1, 2)
-        (folder / "died").write_text(str(time.monotonic()))
+
+    def die() -> None:
+        write_result(folder, "died", time.monotonic())
         kill_self()
-    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
-    check_sums(groups_of(bystander))
-    survivors = ProcessGroupMesh(3, ranks=range(3), name="survivors")
-    again = attempt(lambda: connect_and_check(survivors, 0))
-    return failed, again, float((folder / "died").read_text())
 
-
-@pytest.mark.fault("a member dies before arriving (L)")
-def test_rank_killed_before_arrival_is_named(tmp_path: Path):
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(one_dies_before, tmp_path), 3)
-    for failed, again, died in seen:
-        print(failed, failed.end - died)
-        assert failed.kind == "MissingRanksError"
-        assert "rank 3 did not arrive" in failed.text
-        assert re.search(r"rank 3 has ended: its listener at 127.0.0.1:\d+ refuses connections", failed.text)
-        assert failed.end - died < NAMED + SLACK
-        assert not again.kind, again.text
-
-
-def one_dies_after(moment: str) -> Attempt:
-    """All have arrived, and rank 3 dies before it begins the first collective, or right after."""
-    bystander = beat_fast_with_bystander(3)
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    die = at_all_reduce(**{"after" if moment == "in" else "before": kill_self})
-    with die if mesh.rank == 3 else contextlib.nullcontext():
+    if mesh.rank == 3 and moment == "before arriving":
+        wait_until_waiting(0, 1, 2)
+        die()
+    dies = at_all_reduce(**{"after" if moment == "in" else "before": die})
+    with dies if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
     connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0)
-    return failed
+    return failed, failed.end - read_result(folder, "died")[0]
 
 
+@pytest.mark.fault("a member dies before arriving (L)")
 @pytest.mark.fault("a member dies in the first collective")
-@pytest.mark.parametrize("moment", ["before", "in"])
-def test_rank_killed_in_first_collective_is_named(moment: str):
+@pytest.mark.parametrize("moment", ["before arriving", "before", "in"])
+def test_rank_killed_during_connect_is_named(tmp_path: Path, moment: str):
     """If it dies right after it began, the collective may have been done on some or on all."""
     with fresh_world(4) as own:
-        seen = results(own.outcomes(one_dies_after, moment), 3)
-    for failed in seen:
-        print(failed)
-        if moment == "before" or failed.kind:
+        seen = results(own.outcomes(one_dies, tmp_path, moment), 3)
+    for failed, since_death in seen:
+        print(failed, since_death)
+        if moment != "in" or failed.kind:
             assert failed.kind == "MissingRanksError"
             assert "rank 3" in failed.text
-            assert "first collective" in failed.text
-        if moment == "before":
-            assert "refuses connections" in failed.text, failed.text  # known before it is silent
-        assert failed.took < H + BEAT + SLACK
+            assert ("rank 3 did not arrive" if moment == "before arriving" else "first collective") in failed.text
+        if moment != "in":  # known before it is silent
+            assert re.search(r"rank 3 has ended: its listener at 127.0.0.1:\d+ refuses connections", failed.text)
+        if moment == "before arriving":
+            assert since_death < NAMED + SLACK
+        else:
+            assert failed.took < H + BEAT + SLACK
 
 
 @on_ranks(4, "fast")

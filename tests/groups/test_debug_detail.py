@@ -85,18 +85,6 @@ def test_detail_names_rank_and_operation_as_torch(kind: str):
         dist.destroy_process_group(of_torch)
 
 
-@on_ranks(4)
-def test_detail_checks_groups_made_while_it_is_set():
-    """As with torch's groups. The level is read when a group is made."""
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    unchecked = mesh.group("dp")
-    with detail():
-        checked = mesh.group("tp")
-        with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
-            dist.all_reduce(torch.ones(4 + mesh.rank), group=checked)
-    check_sums({"dp": (unchecked, mesh.ranks("dp")), "tp": (checked, mesh.ranks("tp"))})
-
-
 @on_ranks(2)
 def test_start_of_pairs_counts_as_no_operation():
     """torch compares the numbers of the operations. The members start the pairs at slightly different times."""
