@@ -43,7 +43,9 @@ def test_the_innermost_launcher_is_detected_with_its_reason():
 
 
 def test_info_lists_the_read_variables_with_values():
-    assert dict(detect_launcher(HYDRA | {"HOME": "/", "MASTER_PORT": "29501"}).read) == HYDRA | {"MASTER_PORT": "29501"}
+    assert detect_launcher(HYDRA).port is None
+    info = detect_launcher(HYDRA | {"HOME": "/", "MASTER_PORT": "29501"})
+    assert (info.port, dict(info.read)) == (29501, HYDRA | {"MASTER_PORT": "29501"})
     read = dict(detect_launcher(SRUN).read)
     assert read.items() <= SRUN.items()
     assert read.keys() >= {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_GTIDS"}
@@ -55,10 +57,10 @@ def test_info_lists_the_read_variables_with_values():
 def test_ports_of_simultaneous_jobs_and_steps_differ():
     ports = {
         detect_launcher(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEPID": str(step)}).port
-        for job in range(7_000_000, 7_000_090)
+        for job in range(7_000_000, 7_000_009)
         for step in range(100)
     }
-    assert len(ports) == 9000
+    assert len(ports) == 900
     assert ports <= set(PORTS)
 
 
@@ -72,11 +74,6 @@ def test_port_of_mpi_depends_on_the_job(environ, job):
     other_rank = {name: "1" for name in environ if name.endswith("_RANK")}
     assert detect_launcher(environ | other_rank | {job: "8af-01"}).port == port
     assert detect_launcher(environ | {job: "8af-02"}).port not in (port, None)
-
-
-def test_a_port_that_is_not_set_is_none():
-    assert detect_launcher(HYDRA).port is None
-    assert detect_launcher(HYDRA | {"MASTER_PORT": "29501"}).port == 29501
 
 
 # ---- contradictions; golden/messages-of-launchers.txt has whole messages ----
