@@ -110,22 +110,18 @@ def test_mismatch_of_mesh_fails_all_its_rounds():
 
 @pytest.mark.fault("a living member never comes to `connect`")
 def test_missing_member_is_warned_about_and_then_raised():
-    """After a third of a short deadline, or 2 s of a long one."""
-    for deadline, warned in ((3.0, 1.0), (30.0, 2.0)):
-        seen: list[tuple[float, str]] = []
-        client, each = MemoryClient(values={status_key(1): RankStatus().pack().encode()}), round_of()
-        beats = iter(range(10_000))
-        client.between = lambda client=client, beats=beats: client.values.update(
-            {status_key(1): RankStatus(sent=float(next(beats))).pack().encode()}
-        )
-        warn = lambda text, client=client, seen=seen: seen.append((client.clock, text))  # noqa: E731
-        rounds_of(client, each, deadline=deadline, warn=warn).run()
-        ((at, text),) = seen
-        assert warned <= at < warned + 0.3
-        assert "\n  rank 1: " in text
-        assert each.decision is not None
-        assert f"rank 1 did not arrive in {deadline:g} s." in each.decision.text
-        assert deadline <= client.clock < deadline + 0.3
+    """After 2 s of a long deadline. test_faults.py has the third of a short one."""
+    seen: list[tuple[float, str]] = []
+    client, each = MemoryClient(values={status_key(1): RankStatus().pack().encode()}), round_of()
+    beats = iter(range(10_000))
+    client.between = lambda: client.values.update({status_key(1): RankStatus(sent=float(next(beats))).pack().encode()})
+    rounds_of(client, each, deadline=30.0, warn=lambda text: seen.append((client.clock, text))).run()
+    ((at, text),) = seen
+    assert 2.0 <= at < 2.3
+    assert "\n  rank 1: " in text
+    assert each.decision is not None
+    assert "rank 1 did not arrive in 30 s." in each.decision.text
+    assert 30.0 <= client.clock < 30.3
 
 
 def test_member_asks_up_to_the_next_arrived():

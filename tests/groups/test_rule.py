@@ -45,10 +45,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 def test_thread_lives_only_while_members_are_missing(ranks: Ranks):
+    """Until ``connect`` starts one."""
     assert len(ranks[0]["while a member is missing"]["threads of pgmesh"]) == 1
     for rank in ranks:
         assert rank["once connected"]["threads of pgmesh"] == []
         assert rank["after other verbs"]["threads of pgmesh"] == []
+        assert rank["after connect"]["threads of pgmesh"]
 
 
 def test_group_costs_no_more_than_new_group(ranks: Ranks):
@@ -71,7 +73,3 @@ def test_group_changes_nothing_else_of_the_process(ranks: Ranks):
         unchanged = {"signal handlers": rank["handlers before"], "opened": [], "from pgmesh": PATCHES}
         for stage in [rank[name] for name in STAGES if name in rank]:
             assert {what: stage[what] for what in unchanged} == unchanged
-
-
-def test_connect_starts_thread(ranks: Ranks):
-    assert all(rank["after connect"]["threads of pgmesh"] for rank in ranks)

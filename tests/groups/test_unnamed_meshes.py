@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from pgmesh import NameTakenError, ProcessGroupMesh
+from pgmesh import ProcessGroupMesh
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 
@@ -55,13 +55,3 @@ def test_mesh_in_reference_cycle_takes_no_name(name: str | None):
         check_sums(groups_of(later))
     finally:
         gc.enable()
-
-
-@on_ranks(2)
-def test_mesh_without_groups_takes_no_name():
-    """Also one that the program still refers to."""
-    unused = ProcessGroupMesh(dp=2)
-    used = ProcessGroupMesh(dp=2)
-    check_sums(groups_of(used))
-    with pytest.raises(NameTakenError):
-        unused.group("dp")
