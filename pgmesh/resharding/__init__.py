@@ -1,8 +1,9 @@
 """Resharding: tensors from one mesh to another.
 
-``sharding.py`` and ``plan.py`` are arithmetic, without torch. ``link.py`` connects the ranks, ``transfer.py`` sends and
-receives, ``placed.py`` has parts of tensors. ``states.py`` finds the tensors of both sides, ``descriptions.py``
-compares them, and ``resharder.py`` is the whole. ``vllm.py`` gives the parameters of vLLM the names of Hugging Face.
+``sharding.py`` and ``plan.py`` are arithmetic, without torch. In ``connection.py`` the ranks meet, in ``link.py`` they
+communicate, and ``transfer.py`` sends and receives. ``placed.py`` has parts of tensors, ``states.py`` finds the tensors
+of both sides, ``descriptions.py`` compares them, and ``resharder.py`` is the whole. ``vllm.py`` gives the parameters of
+vLLM the names of Hugging Face.
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
-"""The connection of all ranks of source and target: they meet at each call, and then communicate until a deadline.
-
-the Link of a rank   what happens                                    so
-is new               ``connect`` meets the other ranks               all have the same ``Connection``, or raise
-is connected         ``meet`` at each call; a rank does not come     all raise, and may call again
-communicates         it fails on a rank, or takes too long           that rank aborts the ``Connection``
-has ended            its ``Connection`` was aborted                  each call raises; a new Link has the next one
-"""
+"""The link of all ranks of source and target: they meet at each call, and then communicate until a deadline."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any, TypeVar
@@ -22,31 +13,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pgmesh._util.formatting import call_site, format_seconds, name_ranks
-from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
-from pgmesh.connect.rounds import INSPECTION, Rounds
-from pgmesh.elastic.aborts import abort, aborted_key, join_aborts
-from pgmesh.elastic.state import generation_of
-from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh._util.formatting import format_seconds, name_ranks
+from pgmesh.elastic.aborts import join_aborts
+from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.default_world import device_of
-from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.groups.naming import Fingerprint
-from pgmesh.groups.world import World, current_world
+from pgmesh.groups.world import current_world
 from pgmesh.layout import Layout
-from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
-from pgmesh.liveness.operations import Read
 from pgmesh.liveness.records import error_text
-from pgmesh.mesh import ProcessGroupMesh, abort_with
+from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.options import Timeout, to_timedelta
+from pgmesh.resharding.connection import CREATION, connect
 from pgmesh.resharding.plan import layout_of
 
 T = TypeVar("T")
-
-log = logging.getLogger("pgmesh")
-
-CREATION = "the creation of a Resharder"
 
 POLL_SECONDS = 0.5
 """The interval at which a rank that communicates looks whether another one has aborted the connection."""
@@ -99,37 +80,13 @@ class Link:
         self._group: Any = None  # while it communicates: a look-up for each message takes longer than to start it
         self.seconds = to_timedelta(timeout).total_seconds()
         self._began = time.monotonic()
-        self._connect(ranks)
+        join_aborts(world)
+        self._connection = connect([*self.sides.values()], ranks, self._client(), self._user_meshes, self.label)
 
     def check_world(self, mesh: ProcessGroupMesh | Layout) -> None:
         """Raise MembershipError if a mesh is in another world than the ranks of the link."""
         if isinstance(mesh, ProcessGroupMesh) and mesh.world.core is not self._world:
             raise MembershipError(f"{mesh!r} and {self.label} are in different worlds, so their ranks never meet.")
-
-    # -- meeting the other ranks ------------------------------------------------------------------------------------
-
-    def _connect(self, ranks: Sequence[int]) -> None:
-        """Find the connection of these ranks, and meet them once. If it ended on any of them, take the next one.
-
-        Raises:
-            LifetimeError: a mesh of the user was aborted, so no other connection can help.
-            MissingRanksError: a rank did not come.
-        """
-        join_aborts(self._world)
-        while True:
-            connection = self._connection = self._world.state_of(Connections).find([*self.sides.values()], ranks)
-            for mesh in self._user_meshes:
-                abort_with(mesh, connection.mesh)
-            try:
-                if not connection.first.is_made():
-                    self._meet(connection.first, "the first call")
-                return
-            except LifetimeError:  # another rank has aborted it
-                continue
-            except MismatchError:  # another process of this rank has made it
-                if self._left() <= 0:
-                    raise
-                abort(connection.mesh, "a new process is one of its ranks")
 
     def begin(self, call: str = CREATION) -> None:
         """Begin a call: set its deadline, and wait until all ranks make the same one.
@@ -144,8 +101,8 @@ class Link:
         """
         self._began = time.monotonic()
         if self._connection.has_ended():
-            raise LifetimeError(f"{self._ended()}. Create a new Resharder on all ranks.")
-        self._meet(self._connection.calls, call)
+            raise LifetimeError(f"{self._connection.why_ended(self.label)}. Create a new Resharder on all ranks.")
+        self._connection.meet(self._connection.calls, call, self._client(), self.label)
         self._connection.created += call is CREATION
 
     @property
@@ -153,36 +110,19 @@ class Link:
         """The number of Resharders that were created on this connection, the same on all ranks."""
         return self._connection.created
 
-    def _meet(self, meeting: Meeting, call: str) -> None:
-        """Wait until all ranks have come to a meeting. All of them get the same result."""
-        if meeting.decision is not None:
-            meeting.go_on()
-        hint = (
-            "Nothing was moved. Create a new Resharder, and call the Resharders of the same meshes in the same order "
-            "on all ranks."
-        )
-        meeting.fingerprint = Fingerprint(self.rank, {"call": call}, self.label, hint)
-        client = CallClient(self._world, self.seconds)
-        client.start = self._began
-        statuses, warn = client.liveness.new_statuses(), functools.partial(log.warning, "%s")
-        self.check()
-        judge = ConnectJudge(self.rank, client, call_site(), statuses, call=call, warn=warn, poll=self.check)
-        Rounds([meeting], judge).run()
-        error = meeting.decision and meeting.decision.error()
-        if error:
-            raise error
-
     def check(self) -> None:
         """Raise LifetimeError if the connection was aborted, here or on another rank."""
-        if self._connection.mesh.ended:
-            raise LifetimeError(self._ended())
+        self._connection.check(self.label)
+
+    def _client(self) -> CallClient:
+        """The store and the clock of the current call."""
+        client = CallClient(self._world, self.seconds)
+        client.start = self._began
+        return client
 
     def _left(self) -> float:
         """Seconds until the deadline."""
         return self._began + self.seconds - time.monotonic()
-
-    def _ended(self) -> str:
-        return f"{self.label} {str(self._connection.mesh.ended).rstrip('.')}"
 
     # -- communicating ----------------------------------------------------------------------------------------------
 
@@ -212,7 +152,7 @@ class Link:
             self._abort(error, thread)
             if isinstance(error, (PgmeshError, RuntimeError)):
                 traceback.clear_frames(error.__traceback__)  # they keep operations alive, and so their group
-                raise self._explain(error) from None
+                raise self._connection.explain(error, CallClient(self._world, 0.0), self.label) from None
             raise
         finally:
             self._group = None
@@ -239,23 +179,6 @@ class Link:
         self._connection.has_ended()
         if thread.ident:  # it was started
             thread.join(JOIN_SECONDS)
-
-    def _explain(self, error: Exception) -> PgmeshError:
-        """The error after a failure of the connection: it names the ranks that are lost, or has the first reason."""
-        client = CallClient(self._world, 0.0)
-        statuses, run = client.liveness.statuses, client.run
-        others = [rank for rank in self._connection.mesh.layout.ranks() if rank != self.rank]
-        statuses.read(run, others)
-        first = {rank: statuses.record(rank).since for rank in others}
-        while True:
-            if lost := statuses.find_lost(run, others):
-                return MissingRanksError("\n  ".join([f"{self.label} failed:", *lost.values()]))
-            waits = any(statuses.record(rank).since == first[rank] for rank in others)  # for heartbeats
-            if not waits or isinstance(error, LifetimeError) or client.now() > statuses.lost_after + 1.0:
-                break
-            time.sleep(INSPECTION)
-        where = [statuses.describe(rank) for rank in others[: timing.MOST_NAMED]]
-        return LifetimeError("\n  ".join([f"{self._ended()}.", *where]))
 
     def barrier(self) -> None:
         """Wait until all ranks have come to this."""
@@ -289,65 +212,6 @@ class Link:
     def _bytes(self, data: bytes) -> torch.Tensor:
         """A vector of bytes on the device of the collectives."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-
-
-class Meeting(GroupRound):
-    """The arrivals of all ranks at a call."""
-
-    @property
-    def label(self) -> str:
-        return self.fingerprint.subject if self.fingerprint else self.mesh
-
-
-class Connection:
-    """The group of all ranks of two layouts, of an internal mesh, and their meetings.
-
-    Args:
-        name: name of the internal mesh.
-        ranks: its ranks.
-        world: their world.
-    """
-
-    def __init__(self, name: str, ranks: Sequence[int], world: World) -> None:
-        self.mesh = MeshGroups(name, Layout(len(ranks), ranks=ranks), world)
-        self.first, self.calls = (
-            Meeting(f"{self.mesh.key}/{kind}", ranks, "group", self.mesh.label) for kind in ("first", "calls")
-        )
-        """The first meeting, which is kept in the store, and those of later calls."""
-        self.created = 0
-        self.failure = ""
-        """Why this rank aborts it."""
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.mesh.group(self.mesh.layout, self.mesh.layout.axes, "", {})
-
-    def has_ended(self) -> bool:
-        """True if it was aborted, here or on another rank. If Ctrl-C has interrupted that, do it now."""
-        if self.failure:
-            abort(self.mesh, self.failure, call_site())
-        return self.mesh.ended is not None
-
-
-class Connections:
-    """The newest connection of this process in a world, by its layouts."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._newest: dict[str, tuple[int, Connection]] = {}
-
-    def find(self, sides: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> Connection:
-        """The first connection of two layouts that no rank has aborted."""
-        name = f"resharding {hashlib.sha256(repr(sides).encode()).hexdigest()[:16]}"
-        number, connection = self._newest.get(name, (-1, None))
-        while connection is None or connection.has_ended():
-            number += 1
-            connection = Connection(f"{name} {number}", ranks, self._world)
-            (aborted,) = CallClient(self._world, 0.0).run(Read(aborted_key(generation_of(connection.mesh))))
-            if aborted is not None:
-                connection.mesh.end("was aborted before")
-        self._newest[name] = number, connection
-        return connection
 
 
 def _describe(side: ProcessGroupMesh | Layout) -> str:

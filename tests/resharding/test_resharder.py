@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
-from pgmesh.resharding import Resharder, link
+from pgmesh.resharding import Resharder, connection, link
 from tests.support.faults import wait_until
 from tests.support.resource_counts import count_with_keys
 from tests.support.transfer_oracle import resharder, shard_of, value
@@ -492,7 +492,7 @@ def test_new_resharder_succeeds_after_ctrl_c(again):
         if rank == 3:
             stack.enter_context(mock.patch.object(link, "wait", interrupts))
             if again:
-                stack.enter_context(mock.patch.object(link, "abort", interrupts))
+                stack.enter_context(mock.patch.object(connection, "abort", interrupts))
         elif again:  # they wait for rank 3
             stack.enter_context(before_step("receive" if rank == 2 else "send", 3, lambda: time.sleep(0.5)))
         first = outcome(sync)
