@@ -161,6 +161,9 @@ def test_functions_of_torch_take_groups_of_a_world():
         assert value(lambda t: dist.scatter(t, [*torch.arange(4.0)] if me == 2 else None, 2, group=group)) == me
         assert objects(lambda o: dist.broadcast_object_list(o, src=2, group=group)) == [2]
         assert objects(lambda o: dist.broadcast_object_list(o, group_src=2, group=group)) == [2]
+        gathered = objects(lambda o: dist.gather_object(me, o if me == 2 else None, 2, group=group), SIZE)
+        assert gathered[-1] == (3 if me == 2 else None)
+        assert objects(lambda o: dist.scatter_object_list(o, everyone if me == 2 else None, 2, group=group)) == [me]
         received = me if me % 2 == 0 else before
         assert (
             value(lambda t: turn(lambda: dist.send(t, after, group), lambda: dist.recv(t, before, group))) == received
