@@ -1,12 +1,12 @@
 """``verify``: programs that train wrong in silence fail, their right twins pass, and what the error says of each.
 
-A program is a function of ``wrong`` that every rank runs.
+A program is a function of ``wrong`` that every rank runs. Compositions of ``test_combinations.py`` pass too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.nn.functional import mse_loss, silu
+from torch.nn.functional import cross_entropy, mse_loss, normalize, scaled_dot_product_attention, silu
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
@@ -27,18 +27,29 @@ from pgmesh.parallel import (
     Method,
     ShardedDataParallel,
     TensorParallel,
+    attention_plan,
     compose,
     local,
     mlp_plan,
     verify,
 )
+from tests.parallel.random_compositions import (
+    MAX_NORM,
+    Drawn,
+    Losses,
+    backward,
+    methods_of,
+    model_of,
+    with_two_axes_of_rows,
+)
+from tests.parallel.test_combinations import COMPOSITIONS
 from tests.support.expert_models import expert_model
-from tests.support.parallel_models import TinyGPT, batch, loss_of
-from tests.support.pipelines import gpt_stages, needs_pipelines
+from tests.support.parallel_models import TinyGPT, batch, loss_of, optimizer_of
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
-from tests.support.worlds import on_ranks
+from tests.support.worlds import on_ranks, world
 
-WIDTH = 8
+WIDTH, HEADS, LENGTH, CLASSES = 8, 4, 8, 5
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -79,6 +90,35 @@ def fused_layer_cut_in_halves(wrong: bool) -> float:
     return verify(together, lambda: nn.Sequential(GatedMLP(wrong)), pairs(8, WIDTH), loss=mse_loss)
 
 
+class Alibi(nn.Module):
+    """Attention with a slope for each head, by the heads of this rank or by those of all."""
+
+    def __init__(self, mesh: ProcessGroupMesh, local_heads: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mesh, self.local_heads = mesh, local_heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).transpose(1, 2).unbind(3)
+        here = q.size(1)
+        first, heads = (0, here) if self.local_heads else (self.mesh.index("tp") * here, here * self.mesh.size("tp"))
+        slopes = 2.0 ** (-8 * torch.arange(first + 1, first + here + 1) / heads)
+        distance = torch.arange(x.size(1)) - torch.arange(x.size(1))[:, None]
+        bias = (slopes[:, None, None] * distance).masked_fill(distance > 0, -math.inf)
+        return self.out(scaled_dot_product_attention(q, k, v, bias.to(q)).transpose(1, 2).flatten(2))
+
+
+def slopes_of_local_heads(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name=f"wrong: {wrong}")
+    tensor = TensorParallel(mesh, "tp", plan=attention_plan("0", ["qkv"], "out"))
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
+
+    def build(mesh: ProcessGroupMesh) -> nn.Module:
+        return nn.Sequential(Alibi(mesh, wrong))
+
+    return verify(together, build, pairs(4, LENGTH, WIDTH), loss=mse_loss)
+
+
 def tied_ends_cut_in_different_ways(wrong: bool) -> float:
     mesh = ProcessGroupMesh(pp=2, tp=2, name=f"wrong: {wrong}")
     columns = ColwiseParallel(output_layouts=Replicate())
@@ -88,7 +128,48 @@ def tied_ends_cut_in_different_ways(wrong: bool) -> float:
     return verify(together, lambda: TinyGPT(layers=2, tied=True, vocabulary=16), square)
 
 
-# ---- averages ----
+# ---- losses, batches and averages ----
+
+
+def contrastive_loss_over_local_negatives(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        one, other = (normalize(model(each), dim=-1) for each in together.share(given))
+        size = 1 if wrong else together.mesh.size("dp")
+        if not wrong:
+            one, other = (gathered(each, together.mesh) for each in (one, other))
+        loss = cross_entropy(one @ other.T, torch.arange(len(one)))
+        (loss * size).backward()  # each rank has the gradient of its own rows, of which the mean is taken
+        return loss
+
+    return verify(compose(mesh, DataParallel(mesh, "dp")), lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), step=step)
+
+
+def gathered(rows: torch.Tensor, mesh: ProcessGroupMesh) -> torch.Tensor:
+    """The rows of all ranks, of which this rank's own have a gradient."""
+    parts = [torch.empty_like(rows) for _ in range(mesh.size("dp"))]
+    dist.all_gather(parts, rows.detach(), group=mesh.group("dp"))
+    parts[mesh.index("dp")] = rows
+    return torch.cat(parts)
+
+
+def class_weights_normalised_locally(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+    weights = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
+    batches = [(numbers(step, 8, WIDTH), torch.arange(8) ** 2 % CLASSES) for step in range(2)]
+
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        x, labels = together.share(given)
+        if wrong:
+            loss = cross_entropy(model(x), labels, weights)
+        else:
+            loss = together.mean(cross_entropy(model(x), labels, weights, reduction="sum"), weights[labels].sum())
+        loss.backward()
+        return loss
+
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    return verify(together, lambda: nn.Linear(WIDTH, CLASSES), batches, step=step)
 
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -133,26 +214,56 @@ CHANGES: dict[str, Change] = {
 # ---- optimizers ----
 
 
-def rate_by_size_of_shards(wrong: bool) -> float:
+def decay_by_old_names(wrong: bool) -> float:
     mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        sizes = [(local(weight) if wrong else weight).numel() for weight in model.parameters()]
-        return torch.optim.SGD(model.parameters(), lr=1 / sum(sizes))
+        named = [*model.named_parameters()]
+        decayed = [each for name, each in named if (name.startswith("0.") if wrong else each.ndim == 2)]
+        others = [each for _, each in named if all(each is not one for one in decayed)]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
 
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    return verify(together, build, pairs(8, WIDTH), loss=mse_loss, optimizer=optimizer)
+
+
+class Lars(torch.optim.Optimizer):
+    """SGD whose step of each parameter has a part of the parameter's norm, or of that of this rank's shard."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], of_shards: bool) -> None:
+        super().__init__(parameters, {})
+        self.of_shards = of_shards
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    own, gradient = map(local, (weight, weight.grad)) if self.of_shards else (weight, weight.grad)
+                    weight -= 0.01 * own.norm() / (gradient.norm() + 1e-8) * weight.grad
+
+
+def lars_on_shards(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
     together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-    return verify(together, ONE_LAYER, CODES, loss=loss_of, optimizer=optimizer)
+    return verify(together, ONE_LAYER, CODES, loss=loss_of, optimizer=lambda model: Lars(model.parameters(), wrong))
 
 
 LOCAL = "A part of the program computes with what a rank has where one process has all"
+UPDATE = "in step 1 the update of"
 REASONS: dict[Callable[[bool], float], str] = {
     fused_layer_cut_in_halves: LOCAL,
+    slopes_of_local_heads: LOCAL,
     tied_ends_cut_in_different_ways: LOCAL,
+    contrastive_loss_over_local_negatives: LOCAL,
+    class_weights_normalised_locally: LOCAL,
     partial(hooked, "forgotten average"): "Or no method averages it.",
     partial(hooked, "sum in place"): "Each gradient that differs is 4 times that on one rank, and dp has size 4.",
     partial(hooked, "gradients of zero"): "These gradients are zero on the mesh.",
     partial(hooked, "gradient of one rank"): "Only rank 3 differs.",
-    rate_by_size_of_shards: "in step 1 the update of",
+    decay_by_old_names: UPDATE,
+    lars_on_shards: UPDATE,
 }
 """Programs, and a part of the likely reason that the error of each has."""
 
@@ -171,14 +282,39 @@ def test_verify_fails_wrong_program_and_passes_its_twin(program: Callable[..., f
 # ---- right programs ----
 
 
-@needs_pipelines
-@on_ranks(4)
-def test_verify_passes_experts_in_microbatches():
-    """One rank balances the rows that all ranks have in a microbatch."""
-    mesh = ProcessGroupMesh(pp=2, dp=2)
-    experts = ExpertParallel(mesh.view(pp=2, ep=2), "ep")
-    together = compose(mesh, gpt_stages(mesh), DataParallel(mesh, "dp"), experts)
-    assert verify(together, expert_model, CODES) < 1e-12
+QUICK = ("norm, 1f1b, experts", "masked, ring, sharded")
+LONG = (
+    "tensor, hybrid; tied",
+    "1f1b, experts, sharded; permuted",
+    "accumulation, 1f1b, sharded; tied",
+    "uneven, zero-bubble-v, tensor; tied",
+)
+"""Compositions of other pieces of weights: those of two methods, on both ends of a pipeline, and on each stage."""
+
+
+def verify_drawn(drawn: Drawn) -> float:
+    """Verify a composition, with its own step. Its batches are numbers, from which the step makes the tensors."""
+    with ProcessGroupMesh(**drawn.sizes, ranks=list(drawn.ranks), name="drawn") as mesh:
+        mesh = with_two_axes_of_rows(mesh) if drawn.viewed else mesh
+        loss = Losses(drawn)
+        together = loss.together = compose(mesh, *methods_of(mesh, drawn, loss))
+
+        def step(composition: Composition, model: nn.Module, number: int) -> float | None:
+            found = backward(drawn, composition, model, loss, number, 0)
+            if drawn.clip:
+                composition.clip_grad_norm_(MAX_NORM, norm_type=drawn.norm_type)
+            return found
+
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            return optimizer_of(model.parameters())
+
+        return verify(together, lambda: model_of(drawn), range(2), step=step, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_verify_passes_composition(name: str):
+    drawn = COMPOSITIONS[name]
+    assert max(world(len(drawn.ranks)).run(verify_drawn, drawn)) < 1e-9
 
 
 # ---- what else the error says ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
 from pgmesh.resharding import Resharder, connection, link
 from tests.support.faults import wait_until
+from tests.support.logs import logged_lines
 from tests.support.resource_counts import count_with_keys
 from tests.support.transfer_oracle import resharder, shard_of, value
 from tests.support.worlds import fresh_world, on_ranks, world
@@ -231,7 +233,10 @@ def test_mismatches_are_listed_before_a_byte_moves():
         with pytest.raises(MismatchError) as error:
             call()
         assert all(text in str(error.value) for text in texts), error.value
-    source["x"] = torch.full((4,), 7.0)  # another tensor of that shape is no change
+    old, source["x"], target["x"] = target["x"], torch.ones(5), torch.zeros(5)
+    with pytest.raises(MismatchError, match=r"^All ranks have other tensors than planned"):
+        sync()
+    source["x"], target["x"] = torch.full((4,), 7.0), old  # another tensor of that shape is no change
     sync()
     assert rank < 2 or target["x"].tolist() == [7.0] * 4
 
@@ -376,9 +381,14 @@ def test_absent_rank_is_named_and_joins_next_call():
 @on_ranks(4)
 def test_creation_without_a_rank_names_rank_and_timeout():
     if dist.get_rank() in (0, 2):
-        error, text, _ = outcome(lambda: Resharder(Layout(1), Layout(2, ranks=[1, 2]), source={}, target={}, timeout=2))
+        create = functools.partial(Resharder, Layout(1), Layout(2, ranks=[1, 2]), source={}, target={}, timeout=2)
+        with logged_lines() as lines:
+            error, text, _ = outcome(create)
+        transfer = "the transfer from rank 0 to ranks 1, 2: rank 1 did not arrive in "
         assert error == "MissingRanksError"
-        assert text.startswith("the transfer from rank 0 to ranks 1, 2: rank 1 did not arrive in 2 s.\n")
+        assert text.startswith(f"{transfer}2 s.\n")
+        waits = rf"rank {dist.get_rank()} waits in the first call\.\n{transfer}0\.\d s so far, of 2 s\.\n  rank 1: "
+        assert re.match(waits, lines[0].text), lines[0].text
 
 
 @on_ranks(4)
