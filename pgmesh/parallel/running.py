@@ -7,6 +7,7 @@ of earlier steps, and sums those of tied weights.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,8 @@ class Pipeline(nn.Module):
             raise MethodError(
                 f"schedule {self.stages.schedule!r} computes the gradients of weights in a separate pass: torch's "
                 "fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad hooks do not run.\n\n"
-                f"  {self.stages.call_with('interleaved')}   # with data parallelism"
+                f"  PipelineParallel(..., schedule='interleaved', stages_per_rank={self.stages.per_rank})"
+                "   # with data parallelism"
             )
 
     def step(self, *inputs: Tensor, target: Any, **keywords: Any) -> list[Tensor]:
@@ -164,8 +166,8 @@ class Pipeline(nn.Module):
             The outputs on the rank of the last stage; None on others.
 
         Raises:
-            MethodError: torch 2.13 cannot run only the forward pass of "zero-bubble-v"; or a stage returns something
-                other than plain tensors.
+            MethodError: torch 2.13 cannot run only the forward pass where a rank has two stages in a row, as with
+                "zero-bubble-v"; or a stage returns something other than plain tensors.
             ShapeError: as in ``step``.
         """
         with torch.no_grad():
@@ -200,10 +202,12 @@ class Pipeline(nn.Module):
 
     def _schedule_for(self, inputs: Tensors, named: Mapping[str, Any], is_training: bool) -> Any:
         """torch's schedule for batches of this kind, with a loss if ``named`` has a target."""
-        if self.stages.info.v_shape and not is_training:
+        holders = self.stages.holders
+        if not is_training and any(map(operator.eq, holders, holders[1:])):
             raise MethodError(
-                f"schedule {self.stages.schedule!r} always runs forward and backward in torch 2.13.\n\n"
-                f"  {self.stages.call_with('zero-bubble')}   # can run only forward"
+                f"torch 2.13 cannot run only the forward pass where a rank has two stages in a row, as with schedule "
+                f"{self.stages.schedule!r} on {count_of(len({*holders}), 'rank')}.\n\n"
+                "  PipelineParallel(..., schedule='1f1b', stages_per_rank=1)   # can run only forward"
             )
         arguments = [("inputs", inputs), *named.items()]
         tensors = [(name, each) for name, value in arguments for each in tensors_in(value)]

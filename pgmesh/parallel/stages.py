@@ -47,10 +47,6 @@ class Stages:
         """torch's schedule and its restrictions."""
         return SCHEDULES[self.schedule]
 
-    def call_with(self, schedule: str) -> str:
-        """The call of PipelineParallel with another schedule, for an error."""
-        return f"PipelineParallel(..., schedule={schedule!r}, stages_per_rank={self.per_rank})"
-
     # -- places -------------------------------------------------------------------------------------------------------
 
     @functools.cached_property

@@ -155,12 +155,19 @@ def test_functions_of_torch_take_groups_of_a_world():
         assert value(lambda t: dist.broadcast(t, src=2, group=group)) == 2
         assert value(lambda t: dist.broadcast(t, group_src=2, group=group)) == 2
         assert value(lambda t: dist.reduce(t, 2, group=group)) == 6 or me != 2  # elsewhere it may be anything
-        parts = [torch.zeros(()) for _ in everyone] if me == 2 else None
-        dist.gather(torch.tensor(float(me)), parts, 2, group=group)
-        assert parts is None or [int(part) for part in parts] == everyone
+        parts = [torch.zeros(()) for _ in everyone]
+        dist.all_gather(parts, torch.tensor(float(me)), group=group)
+        assert [int(part) for part in parts] == everyone
+        parts = parts if me != 2 else [torch.zeros(()) for _ in everyone]
+        dist.gather(torch.tensor(float(me)), parts if me == 2 else None, 2, group=group)
+        assert [int(part) for part in parts] == everyone
         assert value(lambda t: dist.scatter(t, [*torch.arange(4.0)] if me == 2 else None, 2, group=group)) == me
+        mixed = torch.zeros(SIZE)
+        dist.all_to_all_single(mixed, torch.full((SIZE,), float(me)), group=group)
+        assert mixed.tolist() == everyone
         assert objects(lambda o: dist.broadcast_object_list(o, src=2, group=group)) == [2]
         assert objects(lambda o: dist.broadcast_object_list(o, group_src=2, group=group)) == [2]
+        assert objects(lambda o: dist.all_gather_object(o, me, group=group), SIZE) == everyone
         gathered = objects(lambda o: dist.gather_object(me, o if me == 2 else None, 2, group=group), SIZE)
         assert gathered[-1] == (3 if me == 2 else None)
         assert objects(lambda o: dist.scatter_object_list(o, everyone if me == 2 else None, 2, group=group)) == [me]

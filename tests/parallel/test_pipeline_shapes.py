@@ -222,7 +222,8 @@ def test_a_stage_that_returns_other_outputs_raises():
             (lambda x: (x, None), "torch.float32 [2, 2], NoneType"),
         ):
             text = message.format(name, hint if name == "DTensor" else "")
-            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), text)
+            step = model(Wrapping(wrap)).step
+            assert_raises(MethodError, lambda step=step: step(torch.ones(4, 2), target=torch.ones(4, 2)), text)
         assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 
 

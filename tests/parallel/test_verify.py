@@ -317,6 +317,15 @@ def test_verify_passes_composition(name: str):
     assert max(world(len(drawn.ranks)).run(verify_drawn, drawn)) < 1e-9
 
 
+@on_ranks(4)
+def test_verify_passes_experts_in_bfloat16_within_tolerance():
+    mesh = ProcessGroupMesh(dp=4)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    experts = ExpertParallel(mesh.view(edp=2, ep=2), "ep")
+    together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy), experts)
+    assert 1e-4 < verify(together, expert_model, CODES, loss=loss_of, tolerance=0.1) < 0.1
+
+
 # ---- what else the error says ----
 
 
