@@ -6,7 +6,6 @@ import atexit
 import functools
 import os
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch.processes import PRELOAD
-from pgmesh.launch.spawning import LocalWorld
 from pgmesh.parallel.exchange import ring_shift
 from tests.support.worlds import World
 
@@ -29,15 +27,7 @@ DEADLINE = 240.0
 """Timeout of one test in seconds: the first one of a world starts CUDA in all ranks at once."""
 
 
-class DeviceWorld(World):
-    """World of ranks on the given backend, which is used by several tests."""
-
-    def __init__(self, n: int, backend: str) -> None:
-        LocalWorld.__init__(self, n, backend, timedelta(seconds=60))
-        self.usable, self.closed = True, False
-
-
-_worlds: dict[tuple[int, str], DeviceWorld] = {}
+_worlds: dict[tuple[int, str], World] = {}
 
 
 def run(n: int, backend: str, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
@@ -51,7 +41,7 @@ def run(n: int, backend: str, fn: Callable[..., Any], *args: Any, deadline: floa
     world = _worlds.get((n, backend))
     if world is None or not world.usable:
         close(n, backend)
-        world = _worlds[n, backend] = DeviceWorld(n, backend)
+        world = _worlds[n, backend] = World(n, backend=backend)
     return world.run(prepared, fn, *args, deadline=deadline)
 
 

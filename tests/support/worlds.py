@@ -55,15 +55,17 @@ PRELOAD += ["tests.support.resource_counts", "tests.support.rank_assertions", "t
 
 
 class World(LocalWorld):
-    """A world of n Gloo ranks, which run one function after another.
+    """A world of n ranks, which run one function after another.
 
     Args:
         pauses: True to stop the ranks in between. Each thread of Gloo wakes 100 times a second: those of all idle
             worlds would take a fifth of the cores.
     """
 
-    def __init__(self, n: int, store: StoreProcess | None = None, *, pauses: bool = False) -> None:
-        super().__init__(n, "gloo", timedelta(seconds=DEADLINE), store)
+    def __init__(
+        self, n: int, store: StoreProcess | None = None, *, backend: str = "gloo", pauses: bool = False
+    ) -> None:
+        super().__init__(n, backend, timedelta(seconds=DEADLINE), store)
         self._pauses = pauses
         self.usable = True  # until a rank fails
         self.closed = False
