@@ -38,7 +38,7 @@ LONGEST = (
     "test_laws",
     "elastic/test_spares",
     "liveness/test_liveness",
-    "report/test_six_ranks",
+    "report/test_eight_ranks",
     "groups/test_lifetime",
     "resharding/test_plan",
     "cli/test_command_line",
