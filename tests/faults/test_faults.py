@@ -27,6 +27,7 @@ from pgmesh.launch import StoreProcess
 from tests.support.faults import (
     LONG_TIMEOUT,
     SLACK,
+    WAIT_TIMEOUT,
     Attempt,
     H,
     attempt,
@@ -231,3 +232,40 @@ def test_plain_first_collective_raises_if_a_member_died(tmp_path: Path):
         print(failed, failed.took)
         assert failed.kind in ("RuntimeError", "MissingRanksError")
         assert failed.took < 5 * SHORT + SLACK  # Gloo waits five timeouts for a neighbour to connect
+
+
+# ---- groups and meshes that have ended ----
+
+
+def quickest(act: Callable[[], Any]) -> float:
+    """The least time until an error of an ended group or mesh, in seconds."""
+    seen = [attempt(act) for _ in range(20)]
+    assert {each.kind for each in seen} == {"LifetimeError"}, seen[0]
+    return min(each.took for each in seen)
+
+
+@pytest.mark.fault("a mesh used after close, or the end of its world")
+@pytest.mark.fault("fork")
+@on_ranks(2)
+def test_ended_mesh_raises_within_a_millisecond():
+    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
+    group = mesh.group("tp")
+    check_sums(groups_of(mesh))
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(WAIT_TIMEOUT))
+        try:
+            os.write(sender, repr(quickest(lambda: mesh.group("tp"))).encode())
+        finally:
+            os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver) as answer:
+        took = {"a fork": float(answer.read())}
+    os.waitpid(child, 0)
+    dist.barrier()
+    mesh.release("tp")
+    took["release"] = quickest(lambda: dist.all_reduce(torch.ones(1), group=group))
+    mesh.close()
+    took["close"] = quickest(lambda: mesh.group("tp"))
+    assert max(took.values()) < (SLACK if STARVED else 0.001), took

@@ -24,6 +24,17 @@ AT_ONCE = 0.1  # seconds
 PERMUTED = [2, 0, 3, 1]
 
 
+CALLS: dict[str, Callable[[Any], object]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
+    "asynchronous all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(),
+    "barrier": lambda group: dist.barrier(group=group),
+    "broadcast_object_list": lambda group: dist.broadcast_object_list([1], group_src=0, group=group),
+    "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(
+        torch.zeros(group.size()), torch.ones(1), group=group
+    ),
+}
+
+
 def summed(group: Any, *, async_op: bool = False) -> None:
     work = dist.all_reduce(torch.ones(1), group=group, async_op=async_op)
     if async_op:
@@ -42,9 +53,9 @@ def in_turn(turn: int, act: Callable[[], Any]) -> Any:
 # ---- members that are missing ----
 
 
-@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("call", CALLS)
 @on_ranks(4)
-def test_first_collective_names_missing_ranks(async_op: bool):
+def test_first_collective_names_missing_ranks(call: str):
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=PERMUTED, name="actor")
     mesh.configure("dp", "tp", timeout=T)
     if mesh.rank != 1:
@@ -53,7 +64,7 @@ def test_first_collective_names_missing_ranks(async_op: bool):
     if mesh.rank in (0, 3):
         start = time.monotonic()
         with pytest.raises(MissingRanksError, match=r"rank 1 did not make this group") as caught:
-            summed(group, async_op=async_op)
+            CALLS[call](group)
         assert T <= time.monotonic() - start < T + AT_ONCE + SLACK
         assert facts(str(caught.value)) == facts(f"of mesh 'actor': rank 1 in {T:g} s. 2, 0, 3, 1")
     dist.barrier()
