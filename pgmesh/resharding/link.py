@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -79,9 +78,10 @@ class Link:
         self._index_of = {rank: index for index, rank in enumerate(ranks)}
         self._group: Any = None  # while it communicates: a look-up for each message takes longer than to start it
         self.seconds = to_timedelta(timeout).total_seconds()
-        self._began = time.monotonic()
+        self._call = CallClient(world, self.seconds)
+        """The store and the clock of the current call."""
         join_aborts(world)
-        self._connection = connect([*self.sides.values()], ranks, self._client(), self._user_meshes, self.label)
+        self._connection = connect([*self.sides.values()], ranks, self._call, self._user_meshes, self.label)
 
     def check_world(self, mesh: ProcessGroupMesh | Layout) -> None:
         """Raise MembershipError if a mesh is in another world than the ranks of the link."""
@@ -99,10 +99,10 @@ class Link:
             MismatchError: a rank makes another call. Nothing was moved.
             MissingRanksError: a rank did not come. The message has its status.
         """
-        self._began = time.monotonic()
+        self._call = CallClient(self._world, self.seconds)
         if self._connection.has_ended():
             raise LifetimeError(f"{self._connection.why_ended(self.label)}. Create a new Resharder on all ranks.")
-        self._connection.meet(self._connection.calls, call, self._client(), self.label)
+        self._connection.meet(self._connection.calls, call, self._call, self.label)
         self._connection.created += call is CREATION
 
     @property
@@ -114,15 +114,9 @@ class Link:
         """Raise LifetimeError if the connection was aborted, here or on another rank."""
         self._connection.check(self.label)
 
-    def _client(self) -> CallClient:
-        """The store and the clock of the current call."""
-        client = CallClient(self._world, self.seconds)
-        client.start = self._began
-        return client
-
     def _left(self) -> float:
         """Seconds until the deadline."""
-        return self._began + self.seconds - time.monotonic()
+        return self.seconds - self._call.now()
 
     # -- communicating ----------------------------------------------------------------------------------------------
 

@@ -53,7 +53,8 @@ def run_to_exit(
         seconds: no world begins later.
         join: whether the ranks have joined their world when they call the function; if not, the worlds share a store.
     """
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in (worlds if join else "1")]
+    number = len(worlds) if join else 1
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(number)]
     given = [
         (name, fn.__module__, fn.__name__, size, store.port, args)
         for store, (name, (fn, size, *args)) in zip(itertools.cycle(stores), worlds.items())

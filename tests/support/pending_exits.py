@@ -86,14 +86,14 @@ def all_cases(times: int) -> list[Case]:
 
 def chosen_cases() -> list[Case]:
     """Each way to end alone, in the smallest world, at half of the moments; and under one method, with all missing."""
-    chosen = []
-    for case in all_cases(1):
-        end, moment = ENDS.index(case.end), [*MOMENTS].index(case.moment)
-        under = UNDER.index(case.under)
-        turn = (end + moment) % 2 == 0 if under == 0 else moment == 0 and end % 2 == under - 1
-        if turn and case.size == MOMENTS[case.moment][0]:
-            chosen.append(case)
-    return chosen
+    small = [case for case in all_cases(1) if case.size == MOMENTS[case.moment][0]]
+    alone = [case for case in small if case.under == "alone"]
+    missing = [case for case in small if case.moment == "no member"]
+    moments = [*MOMENTS]
+    return [
+        *(case for case in alone if (ENDS.index(case.end) + moments.index(case.moment)) % 2 == 0),
+        *(case for case in missing if case.under == ("DDP", "FSDP")[ENDS.index(case.end) % 2]),
+    ]
 
 
 def problems(cases: Sequence[Case], folder: Path, seconds: float) -> tuple[list[str], list[float]]:
