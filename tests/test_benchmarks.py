@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import stores
+from benchmarks.report import OURS
 from benchmarks.sides import FAMILIES, FLOOR, NEEDS, SIDES, Bare, compared_sizes
 from tests.support.worlds import on_ranks
 
@@ -25,3 +27,11 @@ def test_each_side_makes_uses_and_closes_groups():
         dist.barrier()
         made.close()
         dist.barrier()
+
+
+@pytest.mark.long
+@on_ranks(4)
+def test_operations_of_each_side_are_counted():
+    counts = stores.count(compared_sizes(4))
+    assert counts[OURS, "make"] / len(FAMILIES) <= 1
+    assert 0 < counts[OURS, "connect"] / len(FAMILIES) <= 6

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
-from pgmesh.liveness.records import MOST_CHARS, foreign_value, pack, unpack
+from pgmesh.liveness.records import pack
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,11 @@ class Decision:
     text: str = ""
 
     def pack(self) -> str:
-        return pack(kind=self.kind, text=self.text[: MOST_CHARS // 32])
+        return pack(kind=self.kind, text=self.text)
 
     @classmethod
-    def unpack(cls, key: str, text: bytes) -> Decision:
-        record = unpack(text, kind=str, text=str)
-        if record is None or record["kind"] not in ERRORS:
-            return cls("mismatch", f"{foreign_value(key, text)}.")
-        return cls(record["kind"], record["text"])
+    def unpack(cls, text: bytes) -> Decision:
+        return cls(**json.loads(text))
 
     def error(self) -> PgmeshError | None:
         """The error that members raise; None if the group was made."""

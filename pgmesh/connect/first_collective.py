@@ -92,7 +92,7 @@ class FirstCollective:
         Args:
             broken: what the store has under the ``broken`` key.
         """
-        error = None if broken is None else Decision.unpack(self.round.broken_key, broken).error()
+        error = None if broken is None else Decision.unpack(broken).error()
         if error is not None:
             self._set_error(error)
 

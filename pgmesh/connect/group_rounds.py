@@ -141,7 +141,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         return self.read_arrivals([each for each, (_, count) in answers if count >= len(each.ranks)])
 
     def learn(self, each: GroupRound, text: bytes) -> Decision:
-        return Decision.unpack(each.decision_key, text)
+        return Decision.unpack(text)
 
     def takes(self, each: GroupRound, decision: Decision, *, sent_before: bool) -> Decision | None:
         if decision.kind == "made":
@@ -200,12 +200,12 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         if mismatch := self._mesh_mismatch():
             return mismatch
         groups = [arrival.asks.encode() for arrival in members.values()]
-        if each.fingerprint and (text := each.fingerprint.mismatch(groups, each.arrivals_key)):
+        if each.fingerprint and (text := each.fingerprint.mismatch(groups)):
             return Decision("mismatch", text)
         return None if each.missing else Decision("made")
 
     def _mesh_mismatch(self) -> Decision | None:
-        text = None if self.mesh is None else self.mesh.mismatch([*self._meshes], self.mesh_key)
+        text = None if self.mesh is None else self.mesh.mismatch([*self._meshes])
         return None if text is None else Decision("mesh", text)
 
     def _two_processes(self, each: GroupRound, one: str, two: str, rank: int) -> str:

@@ -18,6 +18,7 @@ to.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -25,7 +26,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from pgmesh.errors import WorldError
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import CompareSet, Operation, Read
-from pgmesh.liveness.records import pack, unpack
+from pgmesh.liveness.records import pack
 
 _FIRST_PAUSE = 0.002
 """Seconds between the first two reads of the store. Each pause is 1.5 times the one before."""
@@ -61,15 +62,9 @@ class Arrival(NamedTuple):
         return f"{pack(**self._asdict())}\n"
 
     @classmethod
-    def unpack(cls, line: bytes) -> Arrival | None:
-        """Decode an arrival; None for another value."""
-        record = unpack(line, rank=int, process=str, asks=str, mesh=str)
-        return None if record is None else cls(record["rank"], record["process"], record["asks"], record["mesh"])
-
-    @classmethod
     def unpack_all(cls, text: bytes | None) -> list[Arrival]:
         """Decode what the store has under the key of the arrivals; None for nothing."""
-        return [*filter(None, map(cls.unpack, (text or b"").splitlines()))]
+        return [cls(**json.loads(line)) for line in (text or b"").splitlines()]
 
 
 class Packable(Protocol):

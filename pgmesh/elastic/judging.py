@@ -81,7 +81,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         return (Append(each.arrivals_key, Arrival(self.rank, self.process, self.call).pack()),)
 
     def learn(self, each: MeshRound, text: bytes) -> Outcome:
-        return Outcome.unpack(each.decision_key, text)
+        return Outcome.unpack(text)
 
     def takes(self, each: MeshRound, outcome: Outcome, *, sent_before: bool) -> Outcome | None:
         self.came_late = not outcome.failed

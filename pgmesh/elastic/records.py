@@ -5,6 +5,7 @@ The layout of the mesh that replaces another one follows from its layout and the
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from pgmesh._util.formatting import as_range, name_ranks
 from pgmesh.connect.rounds import Round
 from pgmesh.errors import MissingRanksError
 from pgmesh.layout import Layout
-from pgmesh.liveness.records import MOST_CHARS, foreign_value, pack, unpack
+from pgmesh.liveness.records import pack
 
 
 @dataclass(frozen=True)
@@ -57,29 +58,14 @@ class Outcome:
     processes: tuple[str, ...] = ()
 
     def pack(self) -> str:
-        chars = MOST_CHARS // 32  # for the texts; a character may take six in JSON
-        return pack(
-            failed=self.failed[:chars],
-            error=self.error,
-            lost=[[rank, why[: chars // len(self.lost)]] for rank, why in self.lost.items()],
-            replaced=[*map(list, self.replaced.items())],
-            axis=[self.axis],
-            processes=self.processes,
-        )
+        pairs = {"lost": [*self.lost.items()], "replaced": [*self.replaced.items()]}  # keys of JSON are text
+        return pack(**{**vars(self), **pairs})
 
     @classmethod
-    def unpack(cls, key: str, text: bytes) -> Outcome:
-        record = unpack(text, failed=str, error=str, lost=list, replaced=list, axis=list, processes=list)
-        if record is None:
-            return cls(failed=f"{foreign_value(key, text)}.", error="mismatch")
-        return cls(
-            record["failed"],
-            record["error"],
-            dict(record["lost"]),
-            dict(record["replaced"]),
-            record["axis"][0],
-            tuple(record["processes"]),
-        )
+    def unpack(cls, text: bytes) -> Outcome:
+        record = json.loads(text)
+        plain = {"lost": dict(record["lost"]), "replaced": dict(record["replaced"])}
+        return cls(**{**record, **plain, "processes": tuple(record["processes"])})
 
     def successor(self, layout: Layout) -> Layout:
         """The layout with spares in the places of lost ranks, and without the indices of the other lost ranks.

@@ -209,7 +209,7 @@ class GroupStore(dist.Store):
             MismatchError: it has. The waits of this group end with it.
         """
         parts = [value.partition(_SEPARATOR) for value in values]
-        if text := self.fingerprint.mismatch([encoded for encoded, *_ in parts], self.name):
+        if text := self.fingerprint.mismatch([encoded for encoded, *_ in parts]):
             error = MismatchError(text)
             self.end(error)
             raise error

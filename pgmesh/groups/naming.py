@@ -117,22 +117,18 @@ class Fingerprint:
         """The value in the store: the rank, and the fields as JSON."""
         return f"{self.rank} {json.dumps(self.fields, sort_keys=True)}".encode()
 
-    def mismatch(self, seen: Sequence[bytes], key: str = "") -> str | None:
+    def mismatch(self, seen: Sequence[bytes]) -> str | None:
         """Message about the fields that differ, with the ranks that have each value. None if all are equal.
 
         Args:
             seen: encoded fingerprints of other ranks.
-            key: the store key they were read from, for the message about a foreign value.
         """
         mine = self.encoded.partition(b" ")[2]
         if all(encoded.partition(b" ")[2] == mine for encoded in seen):
             return None
         found = []
         for encoded in dict.fromkeys([self.encoded, *seen]):
-            decoded = _decode(encoded)
-            if decoded is None:
-                return f"{self.subject}: the store's key {key} holds {encoded[:80]!r}, which pgmesh did not write."
-            rank, fields = decoded
+            rank, fields = _decode(encoded)
             other = " (another process)" if rank == self.rank and encoded != self.encoded else ""
             found.append((rank, f"{rank}{other}", fields))
         found.sort(key=lambda item: item[0])
@@ -146,13 +142,10 @@ class Fingerprint:
         return f"{self.subject} is not the same on all ranks:{''.join(lines)}\n\n{self.hint}"
 
 
-def _decode(encoded: bytes) -> tuple[int, dict[str, Any]] | None:
-    """Rank and fields of an encoded fingerprint. None for any other value."""
-    rank, _, text = encoded.decode(errors="replace").partition(" ")
-    try:
-        return int(rank), dict(json.loads(text).items())
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return None
+def _decode(encoded: bytes) -> tuple[int, dict[str, Any]]:
+    """Rank and fields of an encoded fingerprint."""
+    rank, _, text = encoded.partition(b" ")
+    return int(rank), json.loads(text)
 
 
 def _format_field(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh.groups.group import find_group
 from pgmesh.liveness import timing
-from pgmesh.liveness.records import unpack
 from pgmesh.liveness.statuses import NOWHERE, Place
 
 _CALLED = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
@@ -146,6 +146,5 @@ def own_counters(world: str = "") -> list[GroupCounter]:
 
 
 def unpack_counters(text: bytes | None) -> list[GroupCounter]:
-    """Decode ``pack(counters=...)``; none for another value."""
-    record = unpack(text or b"", counters=list) or {"counters": []}
-    return [GroupCounter(*each) for each in record["counters"]]
+    """Decode ``pack(counters=...)``; none without a text."""
+    return [GroupCounter(*each) for each in json.loads(text)["counters"]] if text else []

@@ -7,13 +7,13 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
-import contextlib
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pgmesh.liveness.operations import Read, Run
-from pgmesh.liveness.records import pack, unpack
+from pgmesh.liveness.records import pack
 
 STATUS_KEYS = "pgmesh/status/"
 
@@ -82,13 +82,11 @@ class RankStatus:
 
     @classmethod
     def unpack(cls, text: bytes | None) -> RankStatus | None:
-        """Decode a status; None for no status, and for a value that pgmesh did not write."""
-        record = unpack(text or b"", sent=float, pending=dict, place=list, endpoint=list)
-        with contextlib.suppress(TypeError):  # it has other fields
-            if record is not None:
-                nested = {"place": Place(*record["place"]), "endpoint": tuple(record["endpoint"])}
-                return cls(**{**record, **nested})
-        return None
+        """Decode a status; None for no status."""
+        if text is None:
+            return None
+        record = json.loads(text)
+        return cls(**{**record, "place": Place(*record["place"]), "endpoint": tuple(record["endpoint"])})
 
     @property
     def waits(self) -> str:

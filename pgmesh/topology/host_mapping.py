@@ -8,6 +8,7 @@ Each rank publishes one line in the world's store, once per world, and reads the
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pgmesh.groups.world import World, current_world
 from pgmesh.layout import Axis, Layout
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import Add, Append, Read
-from pgmesh.liveness.records import pack, unpack
+from pgmesh.liveness.records import pack
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.topology.hosts import HostLevel
 from pgmesh.topology.locality import Locality, locality_of
@@ -141,8 +142,8 @@ def _exchange(known: dict[int, HostInfo], world: World, wanted: range | tuple[in
 
 
 def _parse_lines(lines: bytes | None) -> dict[int, HostInfo]:
-    records = [unpack(line, rank=int, host=str, boot=str) for line in (lines or b"").splitlines()]
-    return {record["rank"]: HostInfo(record["host"], record["boot"]) for record in records if record is not None}
+    records = [json.loads(line) for line in (lines or b"").splitlines()]
+    return {record["rank"]: HostInfo(record["host"], record["boot"]) for record in records}
 
 
 def this_host() -> HostInfo:

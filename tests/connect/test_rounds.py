@@ -72,6 +72,11 @@ def test_retry_takes_success_of_its_earlier_attempt():
     assert (each.number, each.decision) == (0, MADE)
 
 
+@pytest.mark.parametrize("error", [MismatchError("two processes"), KeyboardInterrupt()])
+def test_cancelled_attempt_may_be_tried_again(error: BaseException):
+    assert Decision.of(error, "it was cancelled").kind not in ("mismatch", "mesh")
+
+
 # -- two processes, and two meshes -------------------------------------------------------------------------------------
 
 
@@ -100,7 +105,7 @@ def test_mismatch_of_mesh_fails_all_its_rounds():
     with pytest.raises(MismatchError, match=r"shape: \[2\] on rank 0, \[1, 2\] on rank 1"):
         rounds_of(client, *rounds, mesh=MINE, mesh_key="m").run()
     assert client.clock < 0.1
-    texts = {key: Decision.unpack("", client.values[f"m/{key}/0/decision"]) for key in ("one", "two", "other")}
+    texts = {key: Decision.unpack(client.values[f"m/{key}/0/decision"]) for key in ("one", "two", "other")}
     assert len({*texts.values()}) == 1
     assert texts["one"].kind == "mesh"
 

@@ -7,6 +7,7 @@ place ``faults`` puts a board. A model checker passes its own.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +68,12 @@ class FaultyBoard(Board):
     def __init__(self, *faults: Fault, board: Board | None = None) -> None:
         self.faults, self.board = faults, board or Board()
         self.performed: list[Operation] = []
+        self.requested: list[Operation] = []  # without those of the liveness thread
 
     def perform(self, store: Any, operation: Operation) -> Any:
         self.performed.append(operation)
+        if threading.current_thread().name != "pgmesh-liveness":
+            self.requested.append(operation)
         due = [fault for fault in self.faults if fault.strikes(operation)]
         for fault in due:
             fault.before()
@@ -79,9 +83,12 @@ class FaultyBoard(Board):
         return answer
 
 
-def faults(*each: Fault) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def faults(*each: Fault) -> Iterator[FaultyBoard]:
     """Inject faults into all operations of this process on the store."""
-    return mock.patch.object(operations, "perform", FaultyBoard(*each).perform)
+    board = FaultyBoard(*each)
+    with mock.patch.object(operations, "perform", board.perform):
+        yield board
 
 
 def raises(error: BaseException) -> Act:

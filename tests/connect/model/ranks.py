@@ -163,7 +163,7 @@ class Connect(Call):
         """The missing ranks that the decision names that is about to be published."""
         if not isinstance(self.step, CompareSet):
             return ()
-        decision = Decision.unpack("", self.step.value.encode())
+        decision = Decision.unpack(self.step.value.encode())
         missing = [each.missing for each in self.attempts if each.decision_key == self.step.key]
         return missing[0] if missing and "did not arrive" in decision.text else ()
 

@@ -29,7 +29,7 @@ MISMATCH_FOUND = "a mismatch is found"
 @functools.lru_cache
 def kind_of(value: bytes | None) -> str:
     """The kind of a decision; "" for none."""
-    return "" if value is None else Decision.unpack("", value).kind
+    return "" if value is None else Decision.unpack(value).kind
 
 
 @functools.lru_cache
@@ -53,7 +53,7 @@ class ConnectSpace(Space):
     name = "rank"
 
     def __init__(self, programs: Sequence[Program], faults: Faults = NO_FAULTS, code: Code | None = None) -> None:
-        stores = Stores(lambda value: plain(Decision.unpack("", value)).encode(), sorted)
+        stores = Stores(lambda value: plain(Decision.unpack(value)).encode(), sorted)
         super().__init__(programs, faults, stores)
         self.timed = bool(faults.long_times or faults.crashes)
         calls = [functools.partial(Connect, code or Code(), rank, program) for rank, program in enumerate(programs)]

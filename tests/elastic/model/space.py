@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from pgmesh.connect.rounds import Arrival
 from pgmesh.elastic.records import Outcome
 from pgmesh.layout import Layout
 from pgmesh.liveness.operations import Append, CompareSet, Delete, Read, Set
-from pgmesh.liveness.records import pack, unpack
+from pgmesh.liveness.records import pack
 from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.elastic.model.processes import Code, Ended, Memory, Program, Shrink, Standing, Start, plain
 from tests.support.model.processes import Process, Sleep
@@ -26,7 +27,7 @@ ONE_SUCCESSOR = "one successor"
 
 @functools.lru_cache
 def without_text(decision: bytes) -> bytes:
-    return plain(Outcome.unpack("", decision)).encode()
+    return plain(Outcome.unpack(decision)).encode()
 
 
 def in_order(lines: list[bytes]) -> list[bytes]:
@@ -37,8 +38,7 @@ def in_order(lines: list[bytes]) -> list[bytes]:
 @functools.lru_cache(maxsize=100_000)
 def last_lines(arrivals: bytes) -> dict[int, Arrival]:
     """The arrival of each rank's last process."""
-    lines = [Arrival.unpack(line) for line in arrivals.splitlines()]
-    return {line.rank: line for line in lines if line is not None}
+    return {arrival.rank: arrival for arrival in Arrival.unpack_all(arrivals)}
 
 
 class ShrinkSpace(Space):
@@ -134,14 +134,15 @@ class ShrinkSpace(Space):
     def check_step(self, state: State, i: int, new: State, text: str) -> None:
         before, node = state.nodes[i], new.nodes[i]
         for key in node.left - before.left:
-            over = Outcome.unpack(key, new.content.values.get(key, b"")).error == "over"
+            value = new.content.values.get(key)
+            over = value is not None and Outcome.unpack(value).error == "over"
             if before.request is not None and over and not before.interrupted:
                 raise Violation(CAUSE, f"process {i} ends its call since no member is left, and is one", text)
         for result in node.results[len(before.results) :]:
             self._check_result(new, i, result, text)
 
     def check_decision(self, state: State, i: int, key: str, value: bytes, text: str) -> None:
-        node, outcome = state.nodes[i], Outcome.unpack(key, value)
+        node, outcome = state.nodes[i], Outcome.unpack(value)
         arrivals = last_lines(state.content.values.get(key.replace("/decision", "/arrivals"), b""))
         text = f"{text}: {value.decode()}"
         if outcome.failed:
@@ -192,7 +193,7 @@ class ShrinkSpace(Space):
         for node in state.nodes:
             for result in node.results:
                 if following(result.mesh) == mesh:
-                    counted = unpack(state.content.values[f"{result.attempt}.counted"], processes=list) or {}
+                    counted = json.loads(state.content.values[f"{result.attempt}.counted"])
                     return int(dict(counted["processes"])[rank].split()[1])
         return self._processes_of(rank)[0]
 
@@ -204,8 +205,7 @@ class ShrinkSpace(Space):
                     raise Violation(ONE_SUCCESSOR, f"{result} on process {i}, and {other} on process {j}", text)
         rank = self.programs[i].rank
         if rank in result.ranks:
-            counted = unpack(state.content.values[f"{result.attempt}.counted"], processes=list)
-            assert counted is not None
+            counted = json.loads(state.content.values[f"{result.attempt}.counted"])
             if dict(counted["processes"]).get(rank) != f"process {i}":
                 raise Violation(NOT_IN, f"process {i} is in {result}, which counted {counted['processes']}", text)
 
