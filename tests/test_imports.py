@@ -176,9 +176,6 @@ def is_in(package: str, name: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-# ---- the package ----
-
-
 def test_imports_point_down_only():
     assert [offence for path, source in SOURCES.items() for offence in offences(path, source)] == []
 
@@ -197,9 +194,6 @@ def test_imports_form_no_circle():
     graphlib.TopologicalSorter({path: imported_files(path) for path in SOURCES}).prepare()  # raises CycleError
 
 
-# ---- the sockets of a backend ----
-
-
 class WithoutTexts(ast.NodeTransformer):
     """Removes docstrings."""
 
@@ -215,9 +209,6 @@ def test_one_small_file_touches_sockets_of_backends():
     assert len([*filter(None, code.splitlines())]) <= 60
 
 
-# ---- a mesh's private attributes ----
-
-
 def test_layers_above_mesh_read_no_private_attributes():
     slots = {name for name in ProcessGroupMesh.__slots__ if name[0] == "_"}
     found = []
@@ -228,8 +219,6 @@ def test_layers_above_mesh_read_no_private_attributes():
             found += [f"{path}:{each.lineno}" for each in uses if ast.unparse(each.value) != "self"]
     assert found == []
 
-
-# ---- process groups ----
 
 MAKERS = {"ProcessGroup", "new_group", "new_subgroups", "split_group"}
 """What creates a process group of torch, by the last part of its name."""

@@ -27,9 +27,6 @@ def box() -> Layout:
     return Layout(pp=2, dp=2, tp=2)
 
 
-# ---- making one ----
-
-
 @pytest.mark.parametrize("kind", [list, iter, np.array, set])
 def test_ranks_argument_accepts_any_iterable(kind):
     assert Layout(dp=np.int64(2), tp=2, ranks=kind([4, 5, 6, 7])) == Layout(dp=2, tp=2, ranks=range(4, 8))
@@ -61,9 +58,6 @@ def test_bool_is_no_number(truth, ranks):
             Layout(**sizes)
 
 
-# ---- axes ----
-
-
 @pytest.mark.parametrize(
     ("layout", "number", "same"),
     [
@@ -89,15 +83,9 @@ def test_view_may_reuse_name_of_fixed_axis(box):
     assert again.describe(4, "pp") == "pp=*, tp=0"
 
 
-# ---- at ----
-
-
 @pytest.mark.parametrize("kind", [tuple, np.array, iter])
 def test_at_selects_any_iterable_of_indices(kind):
     assert Layout(pp=4, tp=2).at(pp=kind([2, 1])).ranks() == (4, 5, 2, 3)
-
-
-# ---- labels, descriptions ----
 
 
 @pytest.mark.parametrize(
@@ -117,9 +105,6 @@ def test_labels_and_descriptions_name_every_axis(layout, label, whole, tp):
     assert layout.describe(5, -1) == tp
 
 
-# ---- equality, copies ----
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -135,9 +120,6 @@ def test_labels_and_descriptions_name_every_axis(layout, label, whole, tp):
 )
 def test_layouts_with_other_axes_or_ranks_differ(other):
     assert Layout(dp=2, tp=2) != other
-
-
-# ---- partitions ----
 
 
 def test_partition_is_a_sequence(box):

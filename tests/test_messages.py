@@ -160,9 +160,6 @@ def test_suggested_call_runs(calls: tuple[str, ...]):
             exec(call, known)
 
 
-# ---- the tree ----
-
-
 def test_docstring_shows_the_tree_of_errors():
     drawn = re.findall(r"[├└]── (\w+) +\(([\w, ]+)\) +(.*)", errors.__doc__)
     bases = {each.__name__: ", ".join(b.__name__ for b in each.__bases__[1:]) for each in PgmeshError.__subclasses__()}

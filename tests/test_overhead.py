@@ -49,9 +49,6 @@ def calls(do: Callable[[], Any]) -> list[str]:
     return called[1:-1]  # but for do, and setprofile
 
 
-# ---- asking again ----
-
-
 @pytest.mark.parametrize("hit", HITS)
 def test_cached_call_makes_no_further_call(hit):
     with fake_rank(5, 8):
@@ -78,9 +75,6 @@ def test_cached_call_keeps_no_memory(hit):
         finally:
             gc.enable()
         assert kept < 20, f"{kept} blocks of memory stay from 1000 hits"
-
-
-# ---- worlds of any size ----
 
 
 def making(ranks: int) -> list[str]:
@@ -118,8 +112,6 @@ def test_mesh_of_a_million_ranks_is_small():
 def test_plan_of_a_million_ranks_is_small():
     assert memory(lambda: plan(Layout(dp=16_384, pp=4, cp=2, tp=8), nodes="131072x8"))[0] < 1 << 20
 
-
-# ---- what is imported ----
 
 NEVER_FIRST = ("torch", "numpy", "rich", "cachetools", "json", "asyncio", "logging", "subprocess")
 ON_DEMAND = (

@@ -92,15 +92,9 @@ def test_wheel_runs_in_a_separate_environment(wheel: Path, tmp_path: Path):
     assert "tp=2" in run(command, "plan", "dp=2", "tp=2", cwd=tmp_path)
 
 
-# ---- make release-check ----
-
-
 def test_all_files_state_the_same_version():
     assert release.problems() == []
     assert set(release.versions().values()) == {pgmesh.__version__}
-
-
-# ---- pre-commit ----
 
 
 def test_pre_commit_hooks_match_make_test():

@@ -33,9 +33,6 @@ def world():
         yield
 
 
-# ---- sizes in a mapping ----
-
-
 @pytest.mark.parametrize("kind", [dict, MappingProxyType])
 def test_mapping_of_sizes_equals_keywords(world, kind):
     sizes = kind({"pp": 2, "dp": -1, "tp": 2})
@@ -63,8 +60,6 @@ def test_enum_member_is_an_axis_name():
     assert layout.size(Role.DATA) == layout.size("dp") == 4
 
 
-# ---- layouts as text ----
-
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(str.isprintable) | st.sampled_from(
     [*RESERVED, "class", "match", "None", "__debug__", "self", "shape", "sizes", "fi", "ﬁ", "dp", "0", "=", "'"]
 )
@@ -86,9 +81,6 @@ def test_repr_of_any_layout_recreates_it(axes, data):
             kept = st.lists(st.integers(0, layout.size(axis) - 1), min_size=1)
             layout = layout.at({axis: draw(st.just(slice(None)) | st.integers(0, layout.size(axis) - 1) | kept)})
     assert eval(repr(layout)) == layout
-
-
-# ---- axes of any name ----
 
 
 def test_axes_of_any_name_work_on_a_mesh(world):
@@ -128,9 +120,6 @@ def test_markup_in_axis_names_is_escaped():
     layout = Layout({"<b>&": 2, "'\"": 2})
     assert "<b>" not in layout._repr_html_()
     assert "<b>" not in plan(layout).svg()
-
-
-# ---- keywords that are no axes ----
 
 
 TORCHS = {"backend", "init_method", "timeout", "world_size", "rank", "store", "pg_options", "device_id", "device_type"}

@@ -149,9 +149,6 @@ def test_help_fits_80_columns_and_its_examples_run(capsys, words, monkeypatch):
         assert main(shlex.split(line)) == 0
 
 
-# ---- how it runs ----
-
-
 def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *words]
     return subprocess.run(
@@ -179,9 +176,6 @@ def test_closed_pipe_is_no_error():
 def test_ascii_terminal_gets_an_answer():
     ran = run("-m", "pgmesh", *shlex.split(ANSWERS["show"]), PYTHONIOENCODING="ascii")
     assert "rank 13 of 64: pp0-dp1-cp1-tp1" in ran.stdout
-
-
-# ---- in a terminal ----
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("plan", 0), ("show", 64)])

@@ -181,9 +181,6 @@ def test_each_line_for_jobs_names_a_function(row: Row):
     assert callable(eval(ast.unparse(call.func), {"launch": launch}))
 
 
-# ---- scripts on the pages ----
-
-
 def script_of(page: str) -> str:
     found = re.findall(r"^```python\n(import .*?)^```$", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(found) == 1

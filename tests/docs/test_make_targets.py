@@ -16,8 +16,6 @@ from tests.support.programs import run_programs
 ROOT = Path(__file__).parents[2]
 RUNNER = "import sys; from tests.gpu.__main__ import main; sys.exit(main([]))"
 
-# ---- test-gpu ----
-
 
 def test_gpu_tests_are_skipped_without_a_gpu(tmp_path):
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -42,9 +40,6 @@ def test_gpu_tests_pass_on_a_cpu():
     assert (record["GPU"], record["torch"], record["failed"]) == ("none", torch.__version__, "0")
     assert int(record["passed"]) >= 25
     assert int(record["skipped"]) == len(re.findall(r"^skipped test_\w+.*: .*NCCL$", done.stdout, re.MULTILINE)) == 2
-
-
-# ---- the workflow ----
 
 
 def test_workflow_runs_each_supported_python():

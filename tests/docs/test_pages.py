@@ -82,8 +82,6 @@ def test_contributing_page_names_existing_tests():
     assert len(named) > 10
 
 
-# ---- lost ranks ----
-
 ELASTIC = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").partition("## The three calls")[0]
 ((START, SHORT_LOOP),) = re.findall(r"^```python\n(.*?)^launch.join\(.*?\n(.*?)^```", ELASTIC, re.MULTILINE | re.DOTALL)
 

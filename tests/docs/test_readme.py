@@ -313,9 +313,6 @@ def test_each_row_has_a_test():
     assert rows == asked
 
 
-# ---- the first page of the site ----
-
-
 def test_first_page_shows_the_same_script_and_output():
     page = (ROOT / "index.md").read_text(encoding="utf-8")
     included = r'^```\{include\} README.md\n:start-after: "(.+)"\n:end-before: "(.+)"\n```$'

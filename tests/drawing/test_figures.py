@@ -47,9 +47,6 @@ def test_drawing_equals_golden_file(name):
     golden.check(f"{name}.svg", DRAWINGS[name]())
 
 
-# ---- positions ----
-
-
 @dataclass(frozen=True)
 class Area:
     """A box, or a line of text, of a drawing, in pixels of the drawing."""
@@ -132,9 +129,6 @@ def test_any_drawing_has_no_overlap(layout, data):
     check_geometry(*areas(draw(layout, *axes, host=host, mark=mark, max_cells=200, max_columns=12)))
 
 
-# ---- content ----
-
-
 def cells_of(figure):
     return [cell for panel in figure.panels for row in panel.rows for cell in row.cells]
 
@@ -201,8 +195,6 @@ def test_notebooks_show_layouts_meshes_and_plans_as_svg():
     planned = plan(EIGHT, nodes="2x4")
     assert planned._repr_html_() == planned.svg() == draw(EIGHT, "tp", host=hosts("2x4"))
 
-
-# ---- as text ----
 
 TEXTS = {
     "hosts-of-panels": lambda **more: text.lines(SIXTY_FOUR, host=hosts("8x8"), mark=13, **more),

@@ -45,9 +45,6 @@ def test_as_many_panels_as_fit_share_a_line(width, fit):
     assert max(map(len, lines)) == 16 * fit - 2
 
 
-# ---- a picture read back ----
-
-
 def cells(drawing: str) -> Iterator[tuple[list[str], str]]:
     """What stands in each cell of a picture, with its labels: those of its panel, its row and its column."""
     for line in drawing.splitlines():

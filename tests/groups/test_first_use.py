@@ -45,9 +45,6 @@ def test_first_use_is_that_of_new_group(name: str):
     world(4).run(compare, name, deadline=DEADLINE)
 
 
-# ---- torch's own groups ----
-
-
 def use_groups_of_torch(rank: int, port: int, folder: Path, number: int) -> None:
     """Join as one of two replicas, and use groups of ``new_group`` as two pipeline stages do."""
     join_world(rank, port, replicas=2)

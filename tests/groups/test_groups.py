@@ -196,9 +196,6 @@ def test_tag_makes_a_separate_communicator():
     check_sums({f"{number}": (group, range(4)) for number, group in groups.items()})
 
 
-# ---- its description ----
-
-
 @on_ranks(4)
 def test_description_of_group_names_axes_and_mesh():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -206,9 +203,6 @@ def test_description_of_group_names_axes_and_mesh():
     assert mesh.group("dp", tag="other").group_desc == "group dp, tag=other of mesh 'actor'"
     assert mesh.group_of(mesh.ranks("tp"), tag="p2p").group_desc.startswith("group of ranks ")
     assert [held.label for held in mesh.held()][1] == "group dp, tag=other of mesh 'actor'"
-
-
-# ---- what it costs ----
 
 
 @on_ranks(4)
@@ -324,9 +318,6 @@ def test_unknown_backend_is_refused_on_partial_meshes():
         with pytest.raises(OptionsError, match="This partition has 2 ranks"):
             part.group("dp", backend="lantern")
     check_sums(groups_of(mesh))
-
-
-# ---- long names ----
 
 
 @on_ranks(4)

@@ -193,9 +193,6 @@ def test_close_leaves_nothing_in_torch_or_store():
     assert not growth(counts, tables_and_keys)
 
 
-# ---- names, configuration ----
-
-
 @on_ranks(4)
 def test_groups_inherit_the_world_timeout_unless_configured():
     mesh = ProcessGroupMesh(dp=2, tp=2)

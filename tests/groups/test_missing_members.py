@@ -50,9 +50,6 @@ def in_turn(turn: int, act: Callable[[], Any]) -> Any:
     return result
 
 
-# ---- members that are missing ----
-
-
 @pytest.mark.parametrize("call", CALLS)
 @on_ranks(4)
 def test_first_collective_names_missing_ranks(call: str):
@@ -131,9 +128,6 @@ def test_group_continues_after_late_member():
     check_sums(groups_of(mesh))
 
 
-# ---- members that differ ----
-
-
 ODD = 3  # the rank that differs
 DIFFERING = {
     "configured timeout": f"timeout: {WAIT_TIMEOUT} on ranks 0, 1, 2, {WAIT_TIMEOUT + 1} on rank 3",
@@ -166,9 +160,6 @@ def test_mismatch_is_raised_on_every_member(what: str):
         assert DIFFERING[what] in tried.text
         assert tried.end < complete + AT_ONCE + SLACK
         assert any(DIFFERING[what] in line for line in lines)
-
-
-# ---- the end of a group that misses members ----
 
 
 @pytest.mark.parametrize("verb", ["release", "close"])

@@ -124,9 +124,6 @@ def test_closed_world_frees_its_port():
         launch.open_world(name, rank=0, size=1, host="127.0.0.1", port=port, backend="gloo").close()
 
 
-# ---- torch's functions ----
-
-
 def value(act: Callable[[torch.Tensor], object], *shape: int) -> Any:
     """What a function leaves in a tensor of ones times this rank."""
     tensor = torch.full(shape, float(SIZE - 1 - dist.get_rank()))

@@ -24,9 +24,6 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=reason)
 
 
-# ---- accelerate ----
-
-
 def flatten(whole: Any) -> None:
     """The names that accelerate gives to axes together. torch makes a group for each."""
     names = whole.mesh_dim_names
@@ -59,9 +56,6 @@ def test_accelerate_would_make_the_same_device_mesh(sizes: dict[str, int]):
             for name in [*sizes, *ours._flatten_mapping]:
                 left, right = (dist.get_process_group_ranks(each.get_group(name)) for each in (theirs, ours))
                 assert left == right
-
-
-# ---- torchtitan ----
 
 
 @needs("torchtitan")

@@ -31,9 +31,6 @@ def plain(*numbers: Any) -> bool:
     return all(type(number) is int for number in numbers)
 
 
-# ---- rank <-> coord, against numpy ----
-
-
 @given(shapes, st.data())
 def test_unravel_is_numpys_in_plain_ints(shape: tuple[int, ...], data: st.DataObject):
     rank = data.draw(st.integers(0, int(np.prod(shape)) - 1))
@@ -71,9 +68,6 @@ def test_coords_along_axes_are_those_of_loops(shape: tuple[int, ...], data: st.D
     assert plain(*itertools.chain.from_iterable(found))
     if len(axes) == 1:
         assert ColossalMesh.get_coords_along_axis(base, axes[0], lists[0]) == expected
-
-
-# ---- groups, against a plain list ----
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
@@ -128,9 +122,6 @@ def test_given_mesh_keeps_its_order():
     check_sums({**groups, **groups_of(mesh)})
 
 
-# ---- backends, and the end ----
-
-
 @on_ranks(4)
 def test_destroy_releases_the_returned_groups():
     before, mesh = table_sizes(), ProcessGroupMesh(2, 2)
@@ -154,9 +145,6 @@ def test_destroy_releases_the_returned_groups():
     mesh.close()
     over.destroy_mesh_process_groups()
     assert table_sizes() == before
-
-
-# ---- the page ----
 
 
 def rows() -> list[tuple[str, str]]:

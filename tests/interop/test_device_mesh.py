@@ -203,9 +203,6 @@ def test_torch_computes_over_a_mesh_like_one_process(use: Callable[[ProcessGroup
     check_sums(groups_of(mesh))
 
 
-# ---- two meshes of one shape ----
-
-
 def group_names(model: nn.Module) -> set[str]:
     """The groups that a forward pass goes through. torch remembers, for each DeviceMesh, what an operator does."""
     seen: set[str] = set()

@@ -53,8 +53,6 @@ def ranks_of(value: Any) -> Any:
     return value
 
 
-# ---- what Megatron's own initialiser makes ----
-
 SIZES: dict[str, dict[str, Any]] = {
     "tensor and pipeline": {"tp": 2, "pp": 2},
     "context in levels": {"cp": 4, "tp": 2, "hierarchical_cp": [2, 2]},
@@ -119,9 +117,6 @@ def test_published_state_equals_that_of_megatron(state: Any, sizes: str):
             assert answers(state) == nothing != theirs
 
 
-# ---- the block ----
-
-
 @pytest.fixture
 def spoilt(state: Any) -> Iterator[dict[str, Any]]:
     """A state that somebody has left something in, as it is before and has to be after a block."""
@@ -160,9 +155,6 @@ def test_failed_group_fills_nothing(state: Any, spoilt: dict[str, Any]):
         with pytest.raises(Exception, match="was closed"), megatron.published(arrangement):
             pytest.fail("the block was run")
         assert vars(state) == spoilt
-
-
-# ---- errors, and the examples that need Megatron-Core ----
 
 
 def test_process_groups_refuses_unknown_field(state: Any):
@@ -320,9 +312,6 @@ def test_gpt_of_megatron_core_computes_like_one_process():
     check_sums({name: (together[name].group(), together[name].ranks()) for name in names})
 
 
-# ---- every global ----
-
-
 def test_published_fills_every_global(state: Any):
     named = [name for name in vars(state) if name == megatron.GROUP_LIST or (name[0] == "_" and name.isupper())]
     with fake_rank(5, 16, dist.HashStore()):
@@ -352,9 +341,6 @@ def test_published_fills_every_global(state: Any):
         assert ranks_of(some.hcp) == [[4, 5], [5, 7]]
         assert not hasattr(some, "tp")
     assert empty == {name for name in named if name.startswith("_MPU_")} | {"_GLOBAL_SYMMETRIC_MEMORY_BUFFER"}
-
-
-# ---- settings of NCCL ----
 
 
 def test_nccl_options_equal_those_of_megatrons_reader(state: Any):

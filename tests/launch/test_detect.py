@@ -29,8 +29,6 @@ from tests.support.launcher_environments import (
 ROOT = Path(__file__).parents[2]
 
 
-# ---- which launcher is detected ----
-
 DETECTED = "detected-launchers.txt"
 
 
@@ -49,9 +47,6 @@ def test_info_lists_the_read_variables_with_values():
     read = dict(detect_launcher(SRUN).read)
     assert read.items() <= SRUN.items()
     assert read.keys() >= {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_GTIDS"}
-
-
-# ---- address of rank 0 ----
 
 
 def test_ports_of_simultaneous_jobs_and_steps_differ():

@@ -27,8 +27,6 @@ from tests.support.launcher_environments import (
 )
 from tests.support.programs import clean_env, free_port, run_programs
 
-# ---- host and port of rank 0 ----
-
 
 def test_arguments_take_precedence_over_detection():
     assert with_address(detect_launcher(SRUN)).end_point() == ("n1", PORTS[303])
@@ -36,9 +34,6 @@ def test_arguments_take_precedence_over_detection():
     by_variables = detect_launcher(SRUN | {"MASTER_ADDR": "n3", "MASTER_PORT": "29502"})
     assert with_address(by_variables, port=29501).end_point() == ("n3", 29501)
     assert with_address(detect_launcher(HYDRA_ON_TWO), "[::1]", 29501).end_point() == ("::1", 29501)
-
-
-# ---- one launcher alone ----
 
 
 def test_a_named_launcher_is_used_whatever_others_set():
@@ -66,9 +61,6 @@ def test_launcher_that_did_not_start_the_process(monkeypatch, call, program, env
     assert str(caught.value).endswith("\n\n  launch.join()   # detects the launcher")
 
 
-# ---- devices ----
-
-
 @pytest.mark.parametrize(
     ("environ", "seen", "device", "says"),
     [
@@ -94,9 +86,6 @@ def test_join_selects_device_of_local_rank(monkeypatch, environ, seen, device, s
         join(backend)
     assert selected == ([] if device is None else [device])
     assert says in str(caught.value)
-
-
-# ---- joining ----
 
 
 @pytest.mark.parametrize(

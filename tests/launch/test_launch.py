@@ -89,9 +89,6 @@ def exit_politely() -> None:
     sys.exit("I am off")
 
 
-# ---- helpers ----
-
-
 def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
     """The pids that n ranks have written. Waits for all of them."""
     end = time.monotonic() + seconds
@@ -99,9 +96,6 @@ def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
         assert time.monotonic() < end, f"{len(written)} of {n} ranks started in {seconds} s"
         time.sleep(0.01)
     return [int(path.read_text()) for path in written]
-
-
-# ---- spawn ----
 
 
 def test_results_are_in_rank_order():
@@ -265,9 +259,6 @@ def test_error_of_a_rank_has_its_text(fn, text):
     with pytest.raises(LaunchError) as caught:
         spawn(fn, 1)
     assert in_python_3_10_wording(str(caught.value)).startswith(f"rank 0 of 1 {text}")
-
-
-# ---- join ----
 
 
 @pytest.mark.fault("a process never starts, or not in time")

@@ -82,9 +82,6 @@ def test_communicators_with_several_names_are_counted_once(layout):
     assert planned.communicators == len(kinds)
 
 
-# ---- findings and fixes ----
-
-
 FINDINGS = re.findall(r"^== (.*)$", golden.read("plan-findings.txt"), re.MULTILINE)
 """To add a plan, add a line to the file and run this with ``GOLDEN=write``."""
 
@@ -107,9 +104,6 @@ def test_fixes_reduce_the_hops():
                 assert better[name].localities[0].hops_high < worse[name].localities[0].hops_high
 
 
-# ---- orders ----
-
-
 def test_axes_are_ordered_by_traffic():
     assert axis_heuristics.order_by_traffic(["tp", "ep", "pp", "dp"]) == ("pp", "dp", "ep", "tp")
     assert axis_heuristics.order_by_traffic(["tp", "x"]) == ("x", "tp")
@@ -123,9 +117,6 @@ def test_axes_are_ordered_by_traffic():
 def test_method_of_axis_is_known_by_its_name(axis, method):
     found = axis_heuristics.method_of(axis)
     assert (found and found.name) == method
-
-
-# ---- errors ----
 
 
 def test_plan_suggested_for_a_view_keeps_the_others():

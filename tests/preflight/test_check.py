@@ -64,9 +64,6 @@ def output_of_rank_0(answers: list[Answer], status: int) -> str:
     return (err, out)[status == 0]
 
 
-# ---- all is well ----
-
-
 def test_check_output_has_the_form_in_the_docs():
     page = (ROOT / "docs" / "preflight.md").read_text(encoding="utf-8")
     (line, shown), *_ = re.findall(r"-m pgmesh check (.*?)\n(.*?)```", page, flags=re.DOTALL)
@@ -309,9 +306,6 @@ def test_placement_faults_equal_a_plain_count():
             assert there == hosts
 
 
-# ---- a rank that dies half-way ----
-
-
 def dying(line: str, who: int) -> Answer:
     real = Microbenchmarks.check_sum
 
@@ -332,9 +326,6 @@ def test_check_names_a_rank_that_dies():
     text = output_of_rank_0([outcome.result for outcome in outcomes[:3]], 1)
     assert text.startswith("pgmesh check failed: MissingRanksError: pgmesh check")
     assert re.search(r"rank 3 has ended: its listener at 127.0.0.1:\d+ refuses connections", text), text
-
-
-# ---- stragglers ----
 
 
 @contextlib.contextmanager

@@ -59,9 +59,6 @@ def found(**more) -> LauncherInfo:
     return LauncherInfo("torchrun", "RANK is set", **{"rank": 0, "size": 2, "local_rank": 0, "local_size": 2, **more})
 
 
-# ---- all findings ----
-
-
 def test_json_has_each_bad_finding(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
@@ -181,9 +178,6 @@ def test_torch_without_distributed_or_nccl_is_reported():
     assert (first.mark, first.text) == ("warn", "torch 2.13.0 with gloo; 4 CUDA devices")
 
 
-# ---- the network ----
-
-
 @pytest.mark.parametrize(
     ("effect", "text"),
     [
@@ -215,9 +209,6 @@ def test_socket_variables_must_select_an_interface():
     for setting in ("^lo", "=lo", "lo,ib1"):  # of NCCL's syntax, Gloo knows the commas only
         (finding,) = diagnosis.interface_findings({"GLOO_SOCKET_IFNAME": setting}, ["lo"])
         assert brief([finding]) == [("bad", f"GLOO_SOCKET_IFNAME is {setting}, but the interfaces are lo")]
-
-
-# ---- the store ----
 
 
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -180,9 +180,6 @@ def test_semantics_11_any_group_exists_on_gloo_too():
             assert timeout_of(on_gloo) == timedelta(seconds=77)
 
 
-# ---- what groups are made with ----
-
-
 def test_semantics_12_yaml_text_needs_pyyaml(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ModuleNotFoundError, match="yaml"):
@@ -201,9 +198,6 @@ def test_settings_outside_the_group_do_nothing():
         small = recipes.megatron(4, pp=4, name="small")
         assert not any(small.rank in small[name] for name in small)
         small.configure_nccl({"tp": {"max_ctas": 8}})
-
-
-# ---- an error in a recipe creates nothing ----
 
 
 REFUSED = re.findall(r"^== (recipes\.\w+\((?!.*of=).*\))$", golden_files.read("messages-of-recipes.txt"), re.MULTILINE)
@@ -236,9 +230,6 @@ def test_invalid_settings_of_nccl_set_nothing():
         assert [each.options.nccl for each in made] == [{"max_ctas": 4}, {"max_ctas": 2}]
 
 
-# ---- groups of one rank: the same ranks, and each with its own options ----
-
-
 def backends(arrangement: Arrangement) -> dict[str, str]:
     return {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
 
@@ -267,9 +258,6 @@ def test_groups_of_one_rank_sum_and_connect():
     config = {name: dist.get_backend_config(arrangement[name].group()) for name in arrangement}
     assert config.pop("pipeline") == "cpu:gloo"
     assert config == dict.fromkeys(("context", "data", "tensor"), dist.get_backend_config())
-
-
-# ---- the other systems ----
 
 
 DATA = "dp_replicate dp_shard"
@@ -357,9 +345,6 @@ def test_repr_is_the_call():
     assert repr(defaults) == "recipes.megatron(8, pp=4, embedding=by_rank, position_embedding=[0, -1])"
 
 
-# ---- suggested calls ----
-
-
 def test_translated_call_without_world_or_lambda_names_runs():
     with pytest.raises(ShapeError) as caught:
         recipes.megatron(tensor_model_parallel_size=2, get_embedding_ranks=lambda ranks: ranks[:1])
@@ -394,9 +379,6 @@ def test_name_joins_only_names_of_one_mesh():
             arrangement.partition(name)
     with pytest.raises(AxisError, match="named twice"):
         arrangement.partition("tensor+tensor")
-
-
-# ---- real groups ----
 
 
 def sums_of_every_named_group() -> list[str]:
@@ -438,9 +420,6 @@ def test_semantics_3_timeouts_change_later():
         arrangement["tensor"].set_timeout(timeout=timedelta(seconds=0.2))
         with pytest.raises(MissingRanksError, match=r"rank \d did not make this group in 0\.2 s\."):
             dist.all_reduce(torch.ones(1), group=late)
-
-
-# ---- scratch ----
 
 
 def test_scratch_is_taken_once_for_name_and_dtype():

@@ -23,9 +23,6 @@ def placement_on(*hosts: str, boots: str | None = None) -> Placement:
     return Placement({r: HostInfo(h, b.strip()) for r, (h, b) in enumerate(zip(hosts, boots, strict=True))})
 
 
-# ---- what follows from a host mapping ----
-
-
 @settings(max_examples=50)
 @given(st.data())
 def test_placement_locality_equals_a_plain_count(data):
@@ -48,9 +45,6 @@ def test_host_is_identified_by_boot_id_or_name():
     assert placement_on("box-1", "box-2", "box-3", boots="xxy").hosts == ((0, 1), (2,))
     assert placement_on("localhost", "localhost", boots="xy").hosts == ((0,), (1,))
     assert placement_on("a", "b", "a").hosts == ((0, 2), (1,))
-
-
-# ---- the exchange ----
 
 
 @on_ranks(4)

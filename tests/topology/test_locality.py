@@ -95,9 +95,6 @@ def test_locality_of_many_permuted_ranks_is_exact():
     assert (found.low, found.high, found.intra, found.kind) == (1, 1, 1 << 14, "intra")
 
 
-# ---- topologies ----
-
-
 @pytest.mark.parametrize(
     ("nodes", "domains", "levels"),
     [
