@@ -21,8 +21,6 @@ from tests.support.faults import (
 from tests.support.logs import logged_lines
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
-# ---- it connects ----
-
 
 @on_ranks(2)
 def test_close_by_another_thread_ends_the_wait():

@@ -54,8 +54,6 @@ from tests.support.logs import LogLine, logged_lines
 from tests.support.programs import send_signal
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 
-# ---- meshes and options that differ ----
-
 ALIKE: dict[str, Any] = {"dp": 2, "tp": 2, "ranks": range(4)}
 DIFFER: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"dp": 4, "tp": 1}, "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3"),
@@ -115,9 +113,6 @@ def test_mismatch_is_raised_on_all_arrived_ranks():
             assert failed.end - came < 0.1 + SLACK
 
 
-# ---- the order of asking ----
-
-
 @pytest.mark.fault("ranks `connect` in a circle")
 @on_ranks(4, "fast")
 def test_circle_error_shows_what_each_rank_awaits():
@@ -150,9 +145,6 @@ def test_wrong_first_sum_fails_on_all_ranks():
     assert failed.kind == "MismatchError", failed.text
     assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
     assert not again.kind, again.text
-
-
-# ---- a member does not arrive ----
 
 
 D = 1.5
@@ -267,9 +259,6 @@ def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path):
         assert failed.kind == ("MissingRanksError" if mesh.rank == 3 else "")
 
 
-# ---- a member is stopped, and continues ----
-
-
 def one_is_stopped(folder: Path) -> tuple[Attempt, Attempt, float]:
     bystander = beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -306,9 +295,6 @@ def test_stopped_rank_is_named_and_may_return(tmp_path: Path):
         assert failed.text == seen[0][0].text
         assert re.search(r"rank 3 has sent no heartbeat for at least \d+ s", failed.text)
     assert max(failed.end for failed, *_ in seen[:3]) - stopped < H + BEAT + SLACK
-
-
-# ---- signals ----
 
 
 SIGNALS = {

@@ -28,9 +28,6 @@ def walk(programs: Sequence[Program], faults: Faults, walks: int, chance: random
     return check(space.walk(walks, chance), space)
 
 
-# -- nothing fails ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("programs", [(one_after_another(AB, AB),) * 2, (at_once(ABC),) * 3])
 def test_small_programs_create_their_groups(programs):
     explore(programs)
@@ -45,18 +42,12 @@ def test_different_groups_are_never_connected():
     explore((at_once(ABC), at_once(ABC, variant=1), at_once(ABC)))
 
 
-# -- circles ----------------------------------------------------------------------------------------------------------
-
-
 def test_ranks_connect_in_one_call_after_a_circle():
     groups = [tuple(group for call in each.calls for group in call) for each in KNOT]
     programs = [Program(each.calls, otherwise=(mine,)) for each, mine in zip(KNOT, groups)]
     explore(programs)
     explore(programs, Faults(deadlines=1), 40_000)
     explore(KNOT, Faults(warns=True))
-
-
-# -- something fails --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("a member dies before arriving (L)")
@@ -97,9 +88,6 @@ def test_interrupted_rank_retries():
 def test_stopped_rank_retries_after_it_continues():
     """It may count as lost. Then both ranks get this outcome, and a retry works."""
     explore((at_once(AB, after="retry"), at_once(AB, after="retry")), Faults(silences=1, long_times=2))
-
-
-# -- the checker ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

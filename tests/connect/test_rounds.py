@@ -13,8 +13,6 @@ from pgmesh.liveness.operations import Operation
 from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.support.memory_client import MADE, MemoryClient, arrival, judge_of, round_of, rounds_of
 
-# -- attempts ---------------------------------------------------------------------------------------------------------
-
 
 def test_error_does_not_reach_a_later_attempt():
     """The others have given up attempt 0, of which this rank knows nothing, and wait at attempt 1 until D."""
@@ -77,9 +75,6 @@ def test_cancelled_attempt_may_be_tried_again(error: BaseException):
     assert Decision.of(error, "it was cancelled").kind not in ("mismatch", "mesh")
 
 
-# -- two processes, and two meshes -------------------------------------------------------------------------------------
-
-
 def test_second_process_of_rank_learns_the_first():
     """The first one has connected the group, and goes on undisturbed."""
     values = {"group/0/decision": MADE.pack().encode(), "group/0/arrivals": arrival(0, process="process 7 on h/a")}
@@ -108,9 +103,6 @@ def test_mismatch_of_mesh_fails_all_its_rounds():
     texts = {key: Decision.unpack(client.values[f"m/{key}/0/decision"]) for key in ("one", "two", "other")}
     assert len({*texts.values()}) == 1
     assert texts["one"].kind == "mesh"
-
-
-# -- times -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("a living member never comes to `connect`")

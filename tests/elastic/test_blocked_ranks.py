@@ -47,9 +47,6 @@ def connected(name: str, timeout: float) -> ProcessGroupMesh:
     return mesh
 
 
-# ---- a member stays out of a collective ----
-
-
 def abort_each(folder: Path, collective: str) -> list[tuple[int, float, Attempt]]:
     """One rank stays out of the collective and aborts the mesh, some ranks in turn; also the time of that call."""
     beat_fast()
@@ -87,9 +84,6 @@ def test_abort_wakes_ranks_in_a_collective(tmp_path: Path, collective: str):
         assert failed.kind == "LifetimeError" or "onnection" in failed.text, failed
 
 
-# ---- a rank connects to a mesh that the others have replaced ----
-
-
 LATE = (3, 4)
 
 
@@ -123,12 +117,6 @@ def test_late_connection_ends_no_survivor(tmp_path: Path):
             assert all(each.kind for each in failed)
 
 
-# ---- a rank sends more than the connection's buffers hold, to a rank that is killed ----
-#
-# Gloo does not wake it: when a connection ends, it tells only the operations that have not begun to send. So this rank
-# raises at the timeout of its group, and the others wait for it in ``shrink``.
-
-
 TIMEOUT = 4.0  # seconds, of the groups
 SIZE = 2**24  # elements of 4 bytes: more than the buffers of a TCP connection
 
@@ -156,6 +144,8 @@ def send_or_wait(folder: Path) -> tuple[Attempt, str]:
 
 
 def test_send_to_killed_rank_fails_within_timeout(tmp_path: Path):
+    """It sends more than the buffers hold. Gloo wakes only the operations that have not begun to send, not this one."""
+
     def stop_and_kill(own: World) -> None:
         wait_for_flag(tmp_path, "ready")
         own.kill(1, signal.SIGSTOP)

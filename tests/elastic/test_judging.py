@@ -76,9 +76,6 @@ class Rank:
         return Outcome.unpack(self.client.values["pgmesh/m/shrink/0/decision"])
 
 
-# -- lost ranks -------------------------------------------------------------------------------------------------------
-
-
 def test_silent_rank_is_lost_after_five_seconds():
     one = Rank(values=status(1))
     assert "has sent no heartbeat for at least 5 s" in one.agree().lost[1]
@@ -105,9 +102,6 @@ def test_2048_lost_ranks_fit_into_one_record():
     assert [*outcome.processes] == processes
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
 def test_different_arguments_fail_the_attempt():
     one = Rank(values={ROUND: arrivals(arrival(1, Request("tp", ())))})
     outcome = one.agree()
@@ -122,9 +116,6 @@ def test_late_rank_joins_the_next_attempt():
     one = Rank(values={"pgmesh/m/shrink/0/decision": failed, "pgmesh/m/shrink/1/arrivals": arrivals(arrival(1))})
     assert one.agree() == Outcome(axis="dp")
     assert (one.round.number, one.judge.came_late) == (1, False)
-
-
-# -- spares and new processes -----------------------------------------------------------------------------------------
 
 
 def test_spares_replace_lost_ranks_in_order():
@@ -177,15 +168,9 @@ def test_ended_spares_replace_no_lost_rank():
     assert "rank 4 has ended: its listener" in forever.agree().failed
 
 
-# -- no member is left ------------------------------------------------------------------------------------------------
-
-
 def test_spare_awaits_ranks_without_a_status():
     spare = Rank(rank=4, request=None, values=status(0, exited="has left the world"), deadline=20.0)
     assert "rank 4 stood by for 20 s, and no mesh was agreed on" in spare.agree().failed
-
-
-# -- attempts and records ---------------------------------------------------------------------------------------------
 
 
 def test_rank_without_status_is_lost_in_time():

@@ -43,9 +43,6 @@ def walk(programs: Programs, faults: Faults, walks: int, **more: Any) -> None:
     check(space.walk(walks, random.Random(7)), space)
 
 
-# -- members ----------------------------------------------------------------------------------------------------------
-
-
 def test_members_agree_after_crash_at_any_step():
     explore(members(3), Faults(crashes=2))
 
@@ -73,9 +70,6 @@ def test_stopped_rank_returns_and_stands_by():
 def test_members_agree_with_different_arguments():
     explore((Program(0, (DROP,)), Program(1, (SPARE,)), Program(2, (None,))), layout=PAIR)
     explore((Program(0, (DROP,)), Program(1, (SPARE,)), Program(2, (DROP,))))
-
-
-# -- spares and new processes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("request_", [SPARE, SPARE_ONLY], ids=str)
@@ -111,9 +105,6 @@ def test_new_process_replaces_a_stopped_one():
 
 def test_rank_that_missed_a_mesh_stands_by():
     explore(CAME_BACK, SECOND_DIES, layout=Layout(dp=3), before=BEFORE)
-
-
-# -- the checker ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

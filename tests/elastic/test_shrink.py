@@ -82,9 +82,6 @@ def run(folder: Path, size: int, fn: Callable[..., Any], act: Callable[[World], 
             return results(own.outcomes(fn, folder), *but)
 
 
-# ---- a rank is killed ----
-
-
 def drop_along_dp(folder: Path) -> tuple[Attempt, str, str, float]:
     mesh = connected(folder)
     failed = steps_until_one_fails(mesh)
@@ -110,9 +107,6 @@ def test_shrink_after_kill_takes_one_second(tmp_path: Path):
         assert change.startswith("mesh 'train': 4 ranks, and now 2\n")
         assert "\n  lost: rank 3 has ended: its listener at 127.0.0.1:" in change
         assert end - killed[0] < 1.0 + SLACK
-
-
-# ---- a rank is stopped ----
 
 
 def one_is_stopped(folder: Path) -> tuple[Attempt, str, float]:
@@ -161,9 +155,6 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     assert "mesh = mesh.stand_by()" in refused
 
 
-# ---- abort ----
-
-
 def one_aborts(folder: Path) -> tuple[Attempt, float]:
     """Rank 0 waits in a thread and aborts the mesh; rank 1 waits for rank 2, which arrives later."""
     mesh = connected(folder, range(3), dp=3)
@@ -205,8 +196,6 @@ def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
         if rank < 2:
             assert failed.end - when < 0.5 + SLACK
 
-
-# ---- six times ----
 
 KEPT = {"descriptors": 4, "threads": 2}
 """Of each group of an aborted mesh: those of its backend. See docs/see.md."""
@@ -251,9 +240,6 @@ def test_abort_ends_no_mesh_of_a_similar_name():
     for mesh in (again, replacing, shrunk):
         check_sums(groups_of(mesh))
     dist.barrier()
-
-
-# ---- mistakes ----
 
 
 def test_wrong_arguments_raise_before_the_abort():

@@ -35,8 +35,6 @@ PENDING_SECONDS = 600.0  # for all worlds with a pending collective
 EXITS = int(os.environ.get("PGMESH_EXITS", "1"))
 EXITS_SECONDS = float(os.environ.get("PGMESH_EXITS_SECONDS", "60"))
 
-# ---- inside a rank ----
-
 
 def used() -> ProcessGroupMesh:
     mesh = pair()
@@ -152,8 +150,6 @@ def in_a_fork() -> None:
     use(mesh)
     print("the parent goes on")
 
-
-# ---- their ends ----
 
 SILENT = [
     nothing_closed,

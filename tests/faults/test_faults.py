@@ -50,8 +50,6 @@ from tests.support.programs import send_signal, wait_until_gone
 from tests.support.torch_tables import address_is_published, record_operations, table_sizes
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
 
-# ---- bad input ----
-
 
 @pytest.mark.fault("sizes that do not fit, wrong ranks, unknown axis, empty mesh")
 @on_ranks(2, "fast")
@@ -80,9 +78,6 @@ def test_local_errors_are_raised_without_store_operations():
     for each in seen:
         assert each[0].kind in ("ShapeError", "RankError", "AxisError"), each
         assert min(tried.took for tried in each) < (SLACK if STARVED else 0.01)
-
-
-# ---- the store ----
 
 
 def lose_store(fn: Callable[[Path], Any], folder: Path, number: int) -> tuple[list[Any], str]:
@@ -197,9 +192,6 @@ def test_calls_wait_for_a_stopped_store(tmp_path: Path):
         assert continued <= connected.end < continued + 2.0 + SLACK
 
 
-# ---- a process ends ----
-
-
 SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group that loses a member
 
 
@@ -232,9 +224,6 @@ def test_plain_first_collective_raises_if_a_member_died(tmp_path: Path):
         print(failed, failed.took)
         assert failed.kind in ("RuntimeError", "MissingRanksError")
         assert failed.took < 5 * SHORT + SLACK  # Gloo waits five timeouts for a neighbour to connect
-
-
-# ---- groups and meshes that have ended ----
 
 
 def quickest(act: Callable[[], Any]) -> float:

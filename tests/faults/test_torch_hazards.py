@@ -20,8 +20,6 @@ from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.torch_tables import count_new_groups, is_connecting
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
-# ---- a group ends while others are slower ----
-
 
 @on_ranks(4)
 def test_close_after_own_part_loses_no_message():
@@ -38,9 +36,6 @@ def test_close_after_own_part_loses_no_message():
         dist.broadcast(value, 1, group=mesh.group())
         assert (value == 1).all()
         mesh.close()
-
-
-# ---- what a group leaves behind ----
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
@@ -71,9 +66,6 @@ def test_close_frees_groups_without_the_garbage_collector():
         assert growth(seen[1:-1]) == {}
     finally:
         gc.enable()
-
-
-# ---- threads ----
 
 
 def ask_at_once(mesh: ProcessGroupMesh, tag: str) -> None:

@@ -80,9 +80,6 @@ def liveness_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pgmesh-liveness"]
 
 
-# -- the start and the status ------------------------------------------------------------------------------------------
-
-
 def test_one_thread_publishes_process_and_place(world: World):
     before = len(liveness_threads())
     status = last_status(world)
@@ -110,9 +107,6 @@ def test_pending_groups_of_threads_are_published_at_once(world: World, rare_hear
     assert last_status(world).sent == sent  # nothing has changed
 
 
-# -- looks -------------------------------------------------------------------------------------------------------------
-
-
 def test_error_in_look_is_logged_once_with_rank(world: World):
     calls: list[int] = []
 
@@ -124,9 +118,6 @@ def test_error_in_look_is_logged_once_with_rank(world: World):
         liveness_of(world).look = look
         wait_until(lambda: len(calls) >= 3, "three looks")
     assert [line.text for line in lines] == ["rank 0: error in the liveness thread: broken by design"]
-
-
-# -- silence -----------------------------------------------------------------------------------------------------------
 
 
 def watch(world: World, rank: int, seconds: float) -> list[str]:
@@ -153,9 +144,6 @@ def test_paused_store_makes_no_rank_silent(store: StoreProcess):
             liveness_of(world).wait_for_heartbeat()
         with meanwhile(pause):
             assert watch(worlds[0], 1, 3.5) == []
-
-
-# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 def test_end_of_world_publishes_reason(store: StoreProcess):

@@ -114,9 +114,6 @@ def test_ended_group_is_not_called_the_default_one():
         assert [places._group_in(names["all_reduce"](each)) for each in (group, None)] == ["", "the default group"]
 
 
-# -- operations --------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_operations_are_counted_in_each_group():
     mesh = ProcessGroupMesh(dp=2, name="train")

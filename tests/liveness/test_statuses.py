@@ -47,9 +47,6 @@ def test_status_text_says_what_rank_does(status: RankStatus, text: str):
     assert str(status) == text
 
 
-# -- which ranks are lost ----------------------------------------------------------------------------------------------
-
-
 class Reader:
     """Statuses over a store in memory, with a clock that the test moves.
 

@@ -93,8 +93,6 @@ def test_report_waits_for_first_status():
     assert report_of(status(0), between=begin).rows[1].state == "runs"
 
 
-# -- ranks that are behind ---------------------------------------------------------------------------------------------
-
 DP = "group dp of mesh 'train'"
 
 

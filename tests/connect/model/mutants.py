@@ -31,8 +31,6 @@ KNOT = (one_after_another(AB, AC), one_after_another(BC, AB), one_after_another(
 DEADLINE, CRASH = Faults(deadlines=1), Faults(crashes=1)
 
 
-# -- judges: what a rank decides from what it reads -------------------------------------------------------------------
-
 Decisions = Iterator[tuple[GroupRound, Decision]]
 
 
@@ -76,9 +74,6 @@ class DeletesOwnAttempt(GroupRound):
         keys = super().keys_before()
         self.number -= 1
         return keys
-
-
-# -- boards: what is written and read ---------------------------------------------------------------------------------
 
 
 class RetriesMismatch(MutantBoard):

@@ -33,9 +33,6 @@ CRASH, DEADLINE, INTERRUPT = Faults(crashes=1), Faults(deadlines=1), Faults(inte
 LATE = Faults(crashes=1, deadlines=1)
 
 
-# -- judges: what a rank decides from what it reads -------------------------------------------------------------------
-
-
 class WaitsForNone(ShrinkJudge):
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
         return super().look(each, late=late) or self.success(Findings(self.generation.layout, self.request, {}, {}))
