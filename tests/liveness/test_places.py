@@ -1,4 +1,4 @@
-"""Where a thread is: the line of its program, what that has called, the group, and since when; and operations."""
+"""Where a thread is: the line of its program, what that has called, the group, and since when."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.liveness import places
-from pgmesh.liveness.places import GroupCounter, PlaceFinder, own_counters
+from pgmesh.liveness.places import PlaceFinder
 from pgmesh.liveness.statuses import Place
 from tests.support.fake_world import fake_rank
 from tests.support.faults import wait_until
-from tests.support.worlds import on_ranks
 
 
 @contextmanager
@@ -112,21 +110,3 @@ def test_ended_group_is_not_called_the_default_one():
         group = mesh.group()
         mesh.release()
         assert [places._group_in(names["all_reduce"](each)) for each in (group, None)] == ["", "the default group"]
-
-
-@on_ranks(2)
-def test_operations_are_counted_in_each_group():
-    mesh = ProcessGroupMesh(dp=2, name="train")
-    before = {each.name: each for each in own_counters()}
-    assert mesh.group("dp").group_name not in before
-    first = counted(mesh)
-    for _ in range(3):
-        dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
-    last = counted(mesh)
-    assert last.operations - first.operations in (3, 4)  # the connections may be started meanwhile
-    assert (last.label, [*last.ranks]) == ("group dp of mesh 'train'", [0, 1])
-
-
-def counted(mesh: ProcessGroupMesh) -> GroupCounter:
-    name = mesh.group("dp").group_name
-    return next(each for each in own_counters() if each.name == name)
