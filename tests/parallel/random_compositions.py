@@ -84,8 +84,6 @@ PLANS = {
     "embedded": EMBEDDED_PLAN,
 }
 
-# ---- what is drawn ----
-
 
 @dataclass(frozen=True)
 class Drawn:
@@ -256,9 +254,6 @@ def draw_schedule(numbers: Numbers, drawn: Drawn) -> Drawn:
     )
 
 
-# ---- the model and the methods ----
-
-
 def model_of(drawn: Drawn, seed: int = 0) -> TinyGPT:
     if drawn.experts:
         block = partial(ExpertBlock, drawn.stacked)
@@ -403,9 +398,6 @@ def batch_of(drawn: Drawn, step: int, run: int) -> tuple[torch.Tensor, torch.Ten
         target = target.masked_fill(torch.rand(target.shape, generator=numbers) < 0.4, IGNORED)
         target[:, 0] = codes[:, 1]  # no microbatch without a token in the sums of one process
     return codes, target
-
-
-# ---- training ----
 
 
 def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[TrainingRun]:
@@ -592,9 +584,6 @@ class Comparison:
     def tensors(self, what: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         if found:  # a frozen stage has no gradients
             self.greatest = max(self.greatest, assert_same(what, found, expected))
-
-
-# ---- results ----
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Single and composed methods on eight ranks: all gradients of three steps against one process, in 64-bit floats."""
+"""What data, sharded and tensor parallelism hold, cut and average; gradients against one process, in 64-bit floats."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.parallel import DataParallel, ExpertParallel, ShardedDataParallel, TensorParallel, compose, mix
+from pgmesh.parallel import (
+    DataParallel,
+    ExpertParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    attention_plan,
+    compose,
+    mix,
+    mlp_plan,
+)
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
     TinyGPT,
@@ -24,7 +34,7 @@ from tests.support.parallel_models import (
     train_parallel,
 )
 from tests.support.pipelines import gpt_stages
-from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
@@ -215,3 +225,42 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
         assert last.gpt.head.weight.equal(whole.tokens.weight)
         assert {name: id(weight) for name, weight in whole.named_parameters(remove_duplicate=False)} == names
         assert not any(isinstance(each, nn.Module) and each is None for each in whole.children())
+
+
+@on_ranks(2)
+def test_parameters_unfrozen_after_apply_are_trained():
+    """Norms are frozen when the method is applied, and trained afterwards. Parameters keep their attributes."""
+    with ProcessGroupMesh(tp=2) as mesh:
+        method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
+        together = compose(mesh, method)
+        model = TinyGPT(layers=2)
+        for weight in model.parameters():
+            weight.decay = 0.1
+        for layer in model.modules():
+            layer.requires_grad_(not isinstance(layer, nn.LayerNorm))
+        model = together.apply(model).requires_grad_(True)
+        assert all(weight.decay == 0.1 for weight in model.parameters())
+        with loss_parallel():
+            assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=2)))
+        assert model.norm.weight.grad.placements == model.norm.weight.placements
+
+
+def test_ready_plans_name_layers_into_and_out_of():
+    layers = {**attention_plan("layers.*.attn"), **mlp_plan("layers.*.mlp")}
+    assert {name: type(style) for name, style in layers.items()} == {
+        "layers.*.attn.q_proj": ColwiseParallel,
+        "layers.*.attn.k_proj": ColwiseParallel,
+        "layers.*.attn.v_proj": ColwiseParallel,
+        "layers.*.attn.o_proj": RowwiseParallel,
+        "layers.*.mlp.gate_proj": ColwiseParallel,
+        "layers.*.mlp.up_proj": ColwiseParallel,
+        "layers.*.mlp.down_proj": RowwiseParallel,
+    }
+
+
+def test_a_module_under_two_names_is_cut_once(mesh):
+    twice = nn.Module()
+    twice.one = twice.other = nn.Linear(4, 8)
+    TensorParallel(mesh, "tp", plan={"one": ColwiseParallel(), "o*r": ColwiseParallel()}).apply(twice)
+    assert twice.one is twice.other
+    assert twice.one.weight.to_local().shape == (4, 4)

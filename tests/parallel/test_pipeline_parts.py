@@ -1,4 +1,4 @@
-"""Stages of a pipeline: shared parameters and attributes, and the steps at which schedules are rebuilt."""
+"""Stages of a pipeline: shared parameters and attributes, loops over layers, and when schedules are rebuilt."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import copy
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.functional import mse_loss
 
-from pgmesh import MethodError, ProcessGroupMesh, torch_private
-from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh, torch_private
+from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, verify
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import last_call
-from tests.support.parallel_models import TinyGPT, batch, loss_of
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, batch, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.worlds import on_ranks
+
+
+def stages_of(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
+    return PipelineParallel(mesh, "pp", **{"layers": "layers", "loss": None, "microbatches": 2, **changes})
 
 
 def tied_model() -> TinyGPT:
@@ -106,23 +113,23 @@ def test_bound_methods_and_hooks_refer_to_the_stage():
     with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
         module, calls, lock = Rebound(), [], threading.Lock()  # a lock cannot be copied
         module.register_forward_hook(lambda *_: calls.append(lock))
-        (part,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(module)
+        (part,) = stages_of(mesh).cut(module)
         x = torch.ones(1, 2)
         torch.testing.assert_close(part(x), module.layers[0](x))
         assert (part.passes, module.passes, len(calls)) == (1, 0, 1)
 
 
-def test_stage_has_names_of_the_whole_module():
-    """A wildcard may not hide a name that no stage has."""
-    with fake_rank(0, 4), ProcessGroupMesh(pp=2, tp=2) as mesh:
-        module = nn.Module()
-        module.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
-        module.layers[1].extra = nn.Linear(4, 4)  # only the other stage has it
-        stages = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2)
-        plan = {"layers.*.0": ColwiseParallel(), "layers.*.extra": ColwiseParallel()}
-        compose(mesh, stages, TensorParallel(mesh, "tp", plan=plan)).apply(module)
-        with pytest.raises(MethodError, match=r"the plan names 'layers\.\*\.1', which"):
-            compose(mesh, stages, TensorParallel(mesh, "tp", plan={"layers.*.1": ColwiseParallel()})).apply(module)
+@pytest.mark.parametrize("pattern", ["tokens", "t*", "place?", "blocks.0.up", "blocks.*.up", "blocks.*.extra"])
+def test_plan_may_name_modules_of_another_stage(mesh: ProcessGroupMesh, pattern: str):
+    whole = TinyGPT()
+    whole.blocks[0].extra = nn.Linear(4, 4)  # only the other stage has it
+    (part,) = gpt_stages(mesh).cut(whole)
+    TensorParallel(mesh, "tp", plan={pattern: ColwiseParallel()}).apply(part)
+    cut = [name for name, weight in part.named_parameters() if isinstance(weight, DTensor) and "bias" not in name]
+    assert cut == (["blocks.2.up.weight", "blocks.3.up.weight"] if pattern == "blocks.*.up" else [])
+    for wrong in ("tokenz", "blocks.*.tokenz"):
+        with pytest.raises(MethodError, match=rf"^the plan names '{re.escape(wrong)}', which TinyGPT does not have"):
+            TensorParallel(mesh, "tp", plan={wrong: ColwiseParallel()}).apply(part)
 
 
 def test_layer_under_two_names_is_kept_under_each():
@@ -130,7 +137,7 @@ def test_layer_under_two_names_is_kept_under_each():
         with fake_rank(rank, 2), ProcessGroupMesh(pp=2) as mesh:
             act, module = nn.Tanh(), nn.Module()
             module.layers = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)
-            (part,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(module)
+            (part,) = stages_of(mesh).cut(module)
             assert [i for i in range(len(part.layers)) if part.layers[i] is not None] == kept
             assert module.layers[1] is module.layers[3] is act
 
@@ -194,7 +201,7 @@ def test_pipeline_on_torch_with_older_stages_raises():
         ProcessGroupMesh(pp=1) as mesh,
         mock.patch.object(torch_private, "stages_are_supported", return_value=False),
     ):
-        method = PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=1)
+        method = stages_of(mesh, layers="0")
         with pytest.raises(MethodError, match=r"^a pipeline needs the stages of torch 2\.12: with those of torch 2\."):
             method.apply(nn.Sequential(nn.Sequential(nn.Tanh())))
 
@@ -219,21 +226,122 @@ class Regular(nn.Module):
 @pytest.mark.parametrize("between", [nn.Dropout(0.5), nn.BatchNorm1d(4, affine=False)])
 def test_dropout_or_statistics_on_every_stage_raise(between: nn.Module):
     with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
-
-        def build(**changes: Any) -> PipelineParallel:
-            return PipelineParallel(mesh, "pp", **{"layers": "layers", "loss": None, "microbatches": 2, **changes})
-
+        build = partial(stages_of, mesh)
         with pytest.raises(MethodError, match=r"^between \(\w+\) is not in layers, first= or last=") as caught:
             build(first=["tokens"]).cut(Regular(between))
-        call = str(caught.value).splitlines()[-1].strip().replace("PipelineParallel(..., ", "build(")
+        call = last_call(caught.value).replace("PipelineParallel(..., ", "build(")
         (stage,) = eval(call, {"build": build}).cut(Regular(between))
         assert stage(torch.ones(2, 4)).shape == (2, 4)
     with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
-        build(first=["tokens"]).cut(Regular(between))  # the only stage
+        stages_of(mesh, first=["tokens"]).cut(Regular(between))  # the only stage
 
 
 def test_module_of_loss_is_in_no_stage():
     with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
         loss = nn.CrossEntropyLoss(weight=torch.ones(4))
-        method = PipelineParallel(mesh, "pp", layers="0", loss=loss, microbatches=1)
+        method = stages_of(mesh, layers="0", loss=loss)
         assert not method.apply(nn.Sequential(nn.Sequential(nn.Tanh()))).state_dict()
+
+
+LAYERS, WIDTH = 5, 4
+Loop = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Looping(nn.Module):
+    """Layers in a container of some kind, and a forward pass over them."""
+
+    def __init__(self, kind: type[nn.Module], loop: Loop) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS)]
+        named = {f"layer{i}": each for i, each in enumerate(made)}
+        self.layers = kind(*made) if kind is nn.Sequential else kind(named if kind is nn.ModuleDict else made)
+        self.loop = loop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loop(self.layers, x)
+
+
+def with_code_between(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = (x + layer(x)).tanh()
+    return x
+
+
+def in_slices(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers[:3]:
+        x = x + layer(x)
+    for layer in layers[3:]:
+        x = layer(x).tanh()
+    assert len(layers) == LAYERS
+    return x
+
+
+def present_by_number(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for number in range(len(layers)):
+        if layers[number] is not None:
+            x = layers[number](x) + number
+    return x
+
+
+def in_names_items_and_values(layers: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    for (name, layer), same, value in zip(layers.items(), layers, layers.values(), strict=True):
+        x = (layer(x) + value(x)).tanh() + int(name[-1]) + int(same[-1])
+    return x
+
+
+def as_a_whole(layers: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return layers(x)
+
+
+@pytest.mark.long
+@needs_pipelines
+@pytest.mark.parametrize(
+    ("kind", "loop"),
+    [
+        (nn.ModuleList, with_code_between),
+        (nn.ModuleList, in_slices),
+        (nn.Sequential, present_by_number),
+        (nn.Sequential, as_a_whole),
+        (nn.ModuleDict, in_names_items_and_values),
+    ],
+)
+@on_ranks(2)
+def test_loop_over_stage_layers_equals_one_process(kind: type[nn.Module], loop: Loop):
+    """Two ranks with two stages each, against one process. Each stage compiles to one graph."""
+    with ProcessGroupMesh(pp=2) as mesh:
+        pipeline = stages_of(mesh, loss=mse_loss, schedule="interleaved", stages_per_rank=2)
+        rows, target = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        assert verify(compose(mesh, pipeline), lambda: Looping(kind, loop), [(rows, target)]) < 1e-12
+        torch.compiler.reset()
+        for stage in pipeline.cut(Looping(kind, loop)):
+            assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
+
+
+def test_layers_of_other_stages_are_counted_and_none(mesh):
+    for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict):
+        module = Looping(kind, as_a_whole)
+        (stage,) = stages_of(mesh).cut(module)
+        layers = stage.layers
+        assert len(layers) == len([*module.layers]) == LAYERS  # the module itself is not changed
+        assert layers["layer0" if kind is nn.ModuleDict else 0] is None
+        assert kind is nn.ModuleDict or "(0): None" in repr(layers)
+    assert ("layer4" in layers, "layer0" in layers) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"first": FIRST, "last": [*LAST, "tokens"]},
+        {"first": ["tokens", "places", "head.norm"], "last": LAST},
+        {"first": [*FIRST, "blocks.0"], "last": LAST},
+        {"first": [*FIRST, "blocks"], "last": LAST},
+    ],
+)
+def test_module_in_two_places_raises(mesh, places):
+    build = partial(stages_of, mesh, **{"layers": "blocks", **places})
+    with pytest.raises(OptionsError, match="but a module is on one stage") as caught:
+        build()
+    call = last_call(caught.value).replace("PipelineParallel(..., ", "build(")
+    method = eval(call, {"build": build})
+    assert ([*method.first], [*method.last]) == ([*FIRST], [*LAST])

@@ -66,9 +66,6 @@ CODES = [batch(step) for step in range(2)]
 ONE_LAYER = partial(TinyGPT, layers=1)
 
 
-# ---- tensor parallelism ----
-
-
 class GatedMLP(nn.Module):
     """The rows of ``gate_up`` are two halves, or pairs."""
 
@@ -126,9 +123,6 @@ def tied_ends_cut_in_different_ways(wrong: bool) -> float:
     together = compose(mesh, gpt_stages(mesh), TensorParallel(mesh, "tp", plan={**BLOCK_PLAN, **ends}))
     square = [batch(step, vocabulary=16) for step in range(2)]  # as many words as features: shards of one size
     return verify(together, lambda: TinyGPT(layers=2, tied=True, vocabulary=16), square)
-
-
-# ---- losses, batches and averages ----
 
 
 def contrastive_loss_over_local_negatives(wrong: bool) -> float:
@@ -211,9 +205,6 @@ CHANGES: dict[str, Change] = {
 }
 
 
-# ---- optimizers ----
-
-
 def decay_by_old_names(wrong: bool) -> float:
     mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
 
@@ -279,9 +270,6 @@ def test_verify_fails_wrong_program_and_passes_its_twin(program: Callable[..., f
     assert program(wrong=False) < 1e-12
 
 
-# ---- right programs ----
-
-
 QUICK = ("norm, 1f1b, experts", "masked, ring, sharded")
 LONG = (
     "tensor, hybrid; tied",
@@ -324,9 +312,6 @@ def test_verify_passes_experts_in_bfloat16_within_tolerance():
     experts = ExpertParallel(mesh.view(edp=2, ep=2), "ep")
     together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy), experts)
     assert 1e-4 < verify(together, expert_model, CODES, loss=loss_of, tolerance=0.1) < 0.1
-
-
-# ---- what else the error says ----
 
 
 def error_of(together: Composition, build: Callable[..., nn.Module], batches: Any, **given: Any) -> str:
@@ -430,9 +415,6 @@ def test_verify_takes_nan_and_infinity_for_a_difference():
 
         text = error_of(compose(mesh, DataParallel(mesh, "dp")), layer, pairs(4, WIDTH), step=step)
         assert "in step 1 the gradient of weight differs by inf" in text
-
-
-# ---- what cannot be verified ----
 
 
 class Drops(Method):
