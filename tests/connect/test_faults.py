@@ -52,6 +52,7 @@ from tests.support.faults import (
 )
 from tests.support.logs import LogLine, logged_lines
 from tests.support.programs import send_signal
+from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 
 ALIKE: dict[str, Any] = {"dp": 2, "tp": 2, "ranks": range(4)}
@@ -381,3 +382,37 @@ def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
         assert failed.kind == ("KeyboardInterrupt" if failed is seen[3] else "MissingRanksError")
         assert failed.end - seen[3].end < 0.2 + SLACK
     assert all("rank 3" in failed.text and "KeyboardInterrupt" in failed.text for failed in seen[:3])
+
+
+TWICE = 2
+
+
+def connect_twice(rank: int, port: int, folder: Path, number: int) -> None:
+    """Rank 3 never starts: its process has rank 2."""
+    join_world(rank, port, 4)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
+    set_flag(folder, f"connects {rank} {number}")
+    write_result(folder, f"failed {rank} {number}", *attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT)))
+
+
+@pytest.mark.fault("two processes have the same rank")
+def test_second_process_of_rank_is_named_everywhere(tmp_path: Path):
+    processes = [(0, 0), (1, 0), (TWICE, 0), (TWICE, 1)]
+    with RankProcesses(connect_twice, tmp_path) as ranks:
+        for rank, number in processes[:3]:
+            ranks.start(rank, number)
+        for rank, number in processes[:3]:
+            wait_for_flag(tmp_path, f"connects {rank} {number}")
+        time.sleep(3 * BEAT)  # they send heartbeats, and wait
+        ranks.start(*processes[3])
+        wait_for_flag(tmp_path, f"connects {TWICE} 1")
+        started = time.monotonic()
+        seen = [Attempt(*read_result(tmp_path, f"failed {rank} {number}")) for rank, number in processes]
+        pids = [process.pid for process in ranks.all[2:]]
+    for failed in seen:
+        print(failed.end - started, failed)
+        assert failed.kind == "MismatchError"
+        both = re.search(r"both process (\d+) on \S+ and process (\d+) on \S+ connect as rank 2", failed.text)
+        assert both is not None, failed.text
+        assert sorted(map(int, both.groups())) == sorted(pids)
+        assert failed.end - started < 1.0 + SLACK
