@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,14 +120,15 @@ def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, RATE, eps=1e-4)
 
 
-def train_alone(model: nn.Module, *, steps: int = STEPS, rows: int = ROWS, clip: float | None = None) -> TrainingRun:
+def train_alone(model: nn.Module, *, clip: float | None = None, **ways: Any) -> TrainingRun:
     """Train in one process: the reference that every parallel run must equal.
 
     Args:
         clip: the norm that gradients are clipped to before they are recorded.
+        ways: as for ``train_parallel``.
     """
     clips = None if clip is None else lambda: nn.utils.clip_grad_norm_(model.parameters(), clip)
-    return train_parallel(model, lambda whole: whole, steps=steps, clip=clips, batch=lambda step: batch(step, rows))
+    return train_parallel(model, lambda whole: whole, clip=clips, **ways)
 
 
 def train_parallel(
@@ -135,6 +137,7 @@ def train_parallel(
     *,
     steps: int = STEPS,
     clip: Callable[[], object] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = batch,
     loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = loss_of,
 ) -> TrainingRun:
@@ -143,17 +146,16 @@ def train_parallel(
     Args:
         share: returns this rank's rows of a whole batch, as ``compose(...).share`` does.
         clip: called between the backward pass and the step.
+        optimizer: by default that of ``optimizer_of``.
         batch, loss_of: those of another model than the tiny GPT.
     """
-    optimizer = optimizer_of(model.parameters())
-    trained = TrainingRun()
+    optimizer, trained = optimizer or optimizer_of(model.parameters()), TrainingRun()
     for step in range(steps):
         codes, target = (share(each) for each in batch(step))
         optimizer.zero_grad()
         if hasattr(model, "step"):
-            trained.losses += (
-                [torch.stack(losses).mean().item()] if (losses := model.step(codes, target=target)) else []
-            )
+            losses = model.step(codes, target=target)
+            trained.losses += [torch.stack(losses).mean().item()] if losses else []
         else:
             loss = loss_of(model(codes), target)
             loss.backward()
