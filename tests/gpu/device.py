@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch.processes import PRELOAD
 from pgmesh.parallel.exchange import ring_shift
-from tests.support.worlds import World
+from tests.support.worlds import world
 
 DEVICE = torch.device(os.environ.get("PGMESH_TEST_DEVICE", "cuda"))
 SHARED = "cpu:gloo,cuda:gloo"
@@ -27,35 +27,30 @@ DEADLINE = 240.0
 """Timeout of one test in seconds: the first one of a world starts CUDA in all ranks at once."""
 
 
-_worlds: dict[tuple[int, str], World] = {}
-
-
 def run(n: int, backend: str, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
-    """fn(*args) on n ranks with the device set up; a new world once a rank has failed in the last one.
+    """fn(*args) on the n ranks of the shared world of this backend, with the device set up.
 
     Raises:
         LaunchError: a rank raised, died or was not done in time.
     """
     if DEVICE.type == "cuda":
         PRELOAD[:] = ["torch"]  # CUDA would not work in forked ranks once the fork server had initialized it
-    world = _worlds.get((n, backend))
-    if world is None or not world.usable:
-        close(n, backend)
-        world = _worlds[n, backend] = World(n, backend=backend)
-    return world.run(prepared, fn, *args, deadline=deadline)
+    shared = world(n, backend, backend=backend, pauses=False)  # its ranks hold GPU memory until it is closed
+    return shared.run(prepared, fn, *args, deadline=deadline)
 
 
-@atexit.register
-def close_all() -> None:
-    for key in list(_worlds):
-        close(*key)
+def on_device(n: int, backend: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a test that ``run`` runs on n ranks."""
 
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def start(**given: Any) -> None:
+            run(n, backend, start, *inspect.signature(test).bind(**given).args)
 
-def close(n: int, backend: str) -> None:
-    """End a world. Its ranks hold GPU memory until then."""
-    world = _worlds.pop((n, backend), None)
-    if world is not None:
-        world.close(patience=5.0)
+        start.body = test
+        return start
+
+    return decorate
 
 
 # ---- inside a rank ----
@@ -67,7 +62,7 @@ def prepared(fn: Callable[..., Any], *args: Any) -> Any:
     if DEVICE.type == "cuda":
         torch.cuda.set_device(0)
         torch.cuda.set_per_process_memory_fraction(MEMORY / torch.cuda.get_device_properties(0).total_memory)
-    result = fn(*args)
+    result = getattr(fn, "body", fn)(*args)  # of a test on the device
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()  # an error of a kernel belongs to this test
     return result

@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.gpu.device import COLLECTIVES, SHARED, close, is_right, lacks, run
+from tests.gpu.device import COLLECTIVES, SHARED, is_right, lacks, run
 from tests.gpu.methods import CASES, CUT, SHARDED, check, check_checkpoint
+from tests.support.worlds import close_worlds
 
 DOCUMENTED = ("all_reduce", "broadcast")
 """Source: https://docs.pytorch.org/docs/2.13/distributed.html#backends"""
@@ -23,8 +24,7 @@ DOCUMENTED = ("all_reduce", "broadcast")
 @pytest.fixture(scope="module", autouse=True)
 def no_longer_than_here():
     yield
-    for n in (2, 8):
-        close(n, SHARED)
+    close_worlds((2, SHARED), (8, SHARED))
 
 
 def skip_without(needed: Iterable[str]) -> None:

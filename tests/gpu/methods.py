@@ -25,6 +25,7 @@ from pgmesh.parallel import (
     TensorParallel,
     checkpoint,
     compose,
+    local,
     mixture,
     seed_of,
     seeded_rng,
@@ -33,8 +34,6 @@ from tests.gpu.device import DEVICE, placed
 from tests.support.expert_models import ExpertBlock as Mixture, expert_layer
 from tests.support.parallel_models import (
     CONTEXT,
-    FIRST,
-    LAST,
     STEPS,
     WIDTH,
     TinyGPT,
@@ -48,6 +47,7 @@ from tests.support.parallel_models import (
     train_parallel,
     weights_of,
 )
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import SEQUENCE_PLAN, VOCABULARY_PLAN
 
 TOLERANCE = 1e-10  # 64-bit floats; the order of sums differs, and on a GPU it differs in each run
@@ -75,16 +75,16 @@ def alone(model: nn.Module) -> TrainingRun:
 
 
 @contextmanager
-def no_host_sync(allowed: bool) -> Iterator[None]:
-    """Any operation of torch for which the host waits for the GPU raises an error, unless it is allowed."""
-    checked = DEVICE.type == "cuda" and not allowed
-    if checked:
-        torch.cuda.set_sync_debug_mode("error")
+def on_host_sync(mode: str) -> Iterator[None]:
+    """Each operation of torch for which the host waits for the GPU raises an "error", or a warning in mode "warn"."""
+    if DEVICE.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:
-        if checked:
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def train(
@@ -107,11 +107,9 @@ def train(
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS):
         codes, target = (together.share(each) for each in batch_of(step))
-        inputs = {}
-        if context is not None:
-            inputs["positions"] = context.positions(CONTEXT, DEVICE)
+        inputs = {} if context is None else {"positions": context.positions(CONTEXT, DEVICE)}
         optimizer.zero_grad()
-        with around(), no_host_sync(syncs or step == 0):
+        with around(), on_host_sync("default" if syncs or step == 0 else "error"):
             if hasattr(model, "step"):
                 out = model.step(codes, target=target, **{name: x.expand(len(codes), -1) for name, x in inputs.items()})
                 placed("losses", out or [codes])
@@ -122,15 +120,11 @@ def train(
         gradients = gradients_of(model)
         placed("gradients", map(local, gradients.values()))
         assert_same(f"gradients of step {step}", gradients, expected.gradients[step], TOLERANCE)
-        with no_host_sync(step == 0):
+        with on_host_sync("default" if step == 0 else "error"):
             optimizer.step()
     placed("weights", (local(weight) for _, weight in named_weights(model)))
     placed("what the optimizer keeps", moments(optimizer))
     assert_same("weights", weights_of(model), expected.weights, TOLERANCE)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -176,33 +170,25 @@ def ring(mesh: ProcessGroupMesh) -> None:
 
 
 def experts(mesh: ProcessGroupMesh) -> None:
-    moe, model = mesh.view(edp=mesh.size() // min(4, mesh.size()), ep=-1), model_of(Mixture)
-    both = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep"))
-    train(both, model, alone(model_of(Mixture)), syncs=True)
+    train(with_experts(mesh), model_of(Mixture), alone(model_of(Mixture)), syncs=True)
 
 
-def with_data(mesh: ProcessGroupMesh, experts: ExpertParallel) -> Composition:
-    return compose(mesh, DataParallel(mesh, "dp"), experts)
+def with_experts(mesh: ProcessGroupMesh) -> Composition:
+    moe = mesh.view(edp=-1, ep=min(4, mesh.size()))
+    return compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep"))
 
 
 def one_host_sync(mesh: ProcessGroupMesh) -> None:
     """A layer of experts waits for the device once, forward and backward, as torch counts it."""
     layer, tokens = expert_layer(8).to(DEVICE), torch.randn(8, WIDTH, device=DEVICE, requires_grad=True)
-    with_data(mesh, ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep")).apply(layer)
+    with_experts(mesh).apply(layer)
     weights, chosen = torch.rand(8, 2, device=DEVICE), torch.rand(8, 8, device=DEVICE).argsort(1)[:, :2]
     layer.mix(tokens, weights, chosen, layer.experts).sum().backward()  # connects the groups
-    on_cuda = DEVICE.type == "cuda"
-    with warnings.catch_warnings(record=True) as found:
+    with on_host_sync("warn"), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        if on_cuda:
-            torch.cuda.set_sync_debug_mode("warn")
-        try:
-            layer.mix(tokens, weights, chosen, layer.experts).sum().backward()
-        finally:
-            if on_cuda:
-                torch.cuda.set_sync_debug_mode("default")
+        layer.mix(tokens, weights, chosen, layer.experts).sum().backward()
     syncs = [str(each.message) for each in found if "synchroniz" in str(each.message)]
-    assert len(syncs) == int(on_cuda), syncs
+    assert len(syncs) == int(DEVICE.type == "cuda"), syncs
 
 
 def grouped_experts(mesh: ProcessGroupMesh) -> None:
@@ -213,7 +199,7 @@ def grouped_experts(mesh: ProcessGroupMesh) -> None:
         layer = expert_layer(8, stacked=True).to(DEVICE, torch.bfloat16)
         tokens = torch.randn(32, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         weights, chosen = torch.rand_like(tokens[:, :2]), torch.rand(32, 6, device=DEVICE).argsort(1)[:, :2]
-        with_data(mesh, ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep")).apply(layer)
+        with_experts(mesh).apply(layer)
         with mock.patch.object(mixture, "grouped_mm", grouped):
             out = layer.mix(tokens, weights, chosen, layer.experts)
         out.float().square().sum().backward()
@@ -246,12 +232,8 @@ def norm_without_weights(mesh: ProcessGroupMesh) -> None:
             torch.testing.assert_close(weight.grad.norm().item(), 1.0, rtol=1e-4, atol=0)
 
 
-def stages(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] = loss_of) -> PipelineParallel:
-    return PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss, microbatches=2)
-
-
 def pipeline(mesh: ProcessGroupMesh) -> None:
-    train(compose(mesh, stages(mesh), DataParallel(mesh, "dp")), model_of(), alone(model_of()))
+    train(compose(mesh, gpt_stages(mesh), DataParallel(mesh, "dp")), model_of(), alone(model_of()))
 
 
 def whole_loss(logits: DTensor, target: torch.Tensor) -> torch.Tensor:
@@ -263,7 +245,7 @@ def all_of_them(mesh: ProcessGroupMesh) -> None:
     """Tensor, context and sharded data parallelism in a pipeline."""
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
     sharded = ShardedDataParallel(mesh, "dp")
-    every = compose(mesh, stages(mesh, whole_loss), sharded, context, tensor)
+    every = compose(mesh, gpt_stages(mesh, loss=whole_loss), sharded, context, tensor)
     train(every, model_of(), alone(model_of()), context=context, around=loss_parallel)
 
 
@@ -329,17 +311,13 @@ def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: st
     checkpoint.load(folder, other, loaded, reader)
     placed("loaded weights", map(local, loaded.parameters()))
     placed("what the loaded optimizer keeps", moments(reader))
-    right = model_of()
-    one = optimizer_of(right.parameters())
-    for step in range(2):
-        one.zero_grad()
-        loss_of(right(batch_of(step)[0]), batch_of(step)[1]).backward()
-        one.step()
-    reader.zero_grad()
-    with loss_parallel():
-        loss_of(loaded(cut.share(batch_of(1)[0])), cut.share(batch_of(1)[1])).backward()
-    reader.step()
-    assert_same("weights after a load and a step", weights_of(loaded), weights_of(right), TOLERANCE)
+    for step in range(1, STEPS):
+        reader.zero_grad()
+        with loss_parallel():
+            loss_of(loaded(cut.share(batch_of(step)[0])), cut.share(batch_of(step)[1])).backward()
+        reader.step()
+    expected = alone(model_of()).weights
+    assert_same("weights after a load and more steps", weights_of(loaded), expected, TOLERANCE)
 
 
 def device_mesh(mesh: ProcessGroupMesh) -> None:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh
-from tests.gpu.device import ALONE, COLLECTIVES, DEVICE, SHARED, close, is_right, number, placed, run
+from tests.gpu.device import ALONE, COLLECTIVES, DEVICE, SHARED, is_right, number, on_device, placed, run
 from tests.gpu.methods import CASES, check, check_checkpoint
+from tests.support.worlds import close_worlds
 
 MIXED = f"cpu:gloo,{DEVICE.type}:{ALONE}" if DEVICE.type == "cuda" else SHARED
 AXES = {"pp": 1, "dp": 1, "tp": 1}
@@ -22,8 +23,7 @@ needs_nccl = pytest.mark.skipif(ALONE != "nccl", reason="the CPU in place of a G
 @pytest.fixture(scope="module", autouse=True)
 def no_longer_than_here():
     yield
-    for backend in (ALONE, MIXED):
-        close(1, backend)
+    close_worlds((1, ALONE), (1, MIXED))
 
 
 def seconds(n: float) -> timedelta:
@@ -55,7 +55,8 @@ def test_collectives_of_groups_that_members_make_are_right(backend: str):
     run(1, backend, every_collective, backend)
 
 
-def on_the_cpu_too() -> None:
+@on_device(1, MIXED)
+def test_a_group_of_two_backends_serves_both_devices():
     with ProcessGroupMesh(**AXES, name="both") as mesh:
         group, here, there = mesh.group(), number(3), torch.full((1,), 3.0)
         dist.all_reduce(here, group=group)
@@ -65,11 +66,8 @@ def on_the_cpu_too() -> None:
         assert mesh.device_mesh("dp").device_type == DEVICE.type
 
 
-def test_a_group_of_two_backends_serves_both_devices():
-    run(1, MIXED, on_the_cpu_too)
-
-
-def twin() -> None:
+@on_device(1, ALONE)
+def test_gloo_group_shares_ranks_with_nccl_group():
     """Methods compare numbers of rows over a Gloo group with the same ranks as a group on NCCL."""
     with ProcessGroupMesh(**AXES, name="twin") as mesh:
         group, mine = mesh.group("dp", backend="gloo"), torch.full((1,), 3.0)
@@ -78,11 +76,8 @@ def twin() -> None:
         is_right("all_reduce", mesh.group("dp"))
 
 
-def test_gloo_group_shares_ranks_with_nccl_group():
-    run(1, ALONE, twin)
-
-
-def gone() -> None:
+@on_device(1, ALONE)
+def test_a_group_that_is_gone_says_so():
     mesh = ProcessGroupMesh(**AXES, name="gone")
     released = mesh.group("tp")  # the group along each axis: they have the same ranks here
     is_right("all_reduce", released)
@@ -97,19 +92,12 @@ def gone() -> None:
                 use(group)
 
 
-def test_a_group_that_is_gone_says_so():
-    run(1, ALONE, gone)
-
-
-def again_and_again() -> None:
+@on_device(1, ALONE)
+def test_groups_can_be_created_and_destroyed_repeatedly():
     for i in range(20):
         with ProcessGroupMesh(**AXES, name="again") as mesh:
             dist.all_reduce(held := number(i), group=mesh.group("dp"))
             assert held.item() == i
-
-
-def test_groups_can_be_created_and_destroyed_repeatedly():
-    run(1, ALONE, again_and_again)
 
 
 def bound() -> None:
@@ -126,13 +114,14 @@ def bound() -> None:
 @needs_nccl
 def test_groups_work_in_a_world_with_device():
     run(1, ALONE, bound)
-    close(1, ALONE)  # the world was replaced
+    close_worlds((1, ALONE))  # the world was replaced
 
 
 # ---- timeouts and NCCL's settings ----
 
 
-def timeouts() -> None:
+@on_device(1, ALONE)
+def test_timeouts_are_those_that_were_configured_or_set():
     with ProcessGroupMesh(**AXES, name="timeouts") as mesh:
         mesh.configure("dp", "tp", timeout=seconds(50))
         short, usual = mesh.group("dp", "tp", tag="short", timeout=seconds(10)), mesh.group("pp", "dp", "tp", tag="u")
@@ -146,11 +135,9 @@ def timeouts() -> None:
             is_right("all_reduce", group)
 
 
-def test_timeouts_are_those_that_were_configured_or_set():
-    run(1, ALONE, timeouts)
-
-
-def settings() -> None:
+@needs_nccl
+@on_device(1, ALONE)
+def test_settings_reach_nccl():
     with ProcessGroupMesh(**AXES, name="settings") as mesh:
         mesh.configure("dp", nccl={"max_ctas": 4, "min_ctas": 1, "cga_cluster_size": 2}, high_priority=True)
         found = options_of(group := mesh.group("dp"))
@@ -160,11 +147,6 @@ def settings() -> None:
         other = options_of(mesh.group("pp", tag="other"))
         assert other.config.max_ctas != 4, "a setting came to another group"
         assert other.is_high_priority_stream is False
-
-
-@needs_nccl
-def test_settings_reach_nccl():
-    run(1, ALONE, settings)
 
 
 # ---- methods ----

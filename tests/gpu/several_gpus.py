@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.gpu.device import ALONE, COLLECTIVES, DEVICE, is_right, run
+from tests.gpu.device import ALONE, COLLECTIVES, DEVICE, is_right, on_device
 
 COUNT = min(4, torch.cuda.device_count()) // 2 * 2 if DEVICE.type == "cuda" else 0
 pytestmark = pytest.mark.skipif(COUNT < 2, reason="there are no two GPUs for NCCL")
@@ -23,7 +23,9 @@ def on_own_gpu() -> None:
     torch.cuda.set_device(dist.get_rank())
 
 
-def in_random_orders(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+@on_device(COUNT, ALONE)
+def test_groups_are_created_in_random_orders(seed: int):
     """Each rank creates its groups in an order of its own. All use them in one order, as NCCL asks."""
     on_own_gpu()
     with ProcessGroupMesh(dp=COUNT // 2, tp=2, name=f"random {seed}") as mesh:
@@ -35,18 +37,10 @@ def in_random_orders(seed: int) -> None:
                 is_right(name, mesh.group(*each))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_groups_are_created_in_random_orders(seed: int):
-    run(COUNT, ALONE, in_random_orders, seed)
-
-
-def connected() -> None:
+@on_device(COUNT, ALONE)
+def test_connect_warms_every_group():
     on_own_gpu()
     with ProcessGroupMesh(dp=COUNT // 2, tp=2, name="connected") as mesh:
         mesh.connect(timeout=60)
         for axes in (("dp",), ("tp",), ("dp", "tp")):
             is_right("all_reduce", mesh.group(*axes))
-
-
-def test_connect_warms_every_group():
-    run(COUNT, ALONE, connected)

@@ -126,7 +126,7 @@ class World(LocalWorld):
 _worlds: dict[tuple[int, str], World] = {}
 
 
-def world(n: int, kind: str = "") -> World:
+def world(n: int, kind: str = "", *, backend: str = "gloo", pauses: bool = True) -> World:
     """The shared world of n ranks, started again after a rank has failed in it.
 
     Args:
@@ -136,7 +136,7 @@ def world(n: int, kind: str = "") -> World:
     if key in _worlds and not _worlds[key].usable:
         _worlds.pop(key).close()
     if key not in _worlds:
-        _worlds[key] = World(n, pauses=True)
+        _worlds[key] = World(n, backend=backend, pauses=pauses)
     return _worlds[key]
 
 
@@ -170,9 +170,10 @@ def fresh_world(n: int, store: StoreProcess | None = None) -> Iterator[World]:
 
 
 @atexit.register
-def close_worlds() -> None:
-    while _worlds:
-        _worlds.popitem()[1].close(patience=5.0)
+def close_worlds(*keys: tuple[int, str]) -> None:
+    """End these shared worlds, by their sizes and kinds; by default all."""
+    for key in _worlds.keys() & (keys or _worlds):
+        _worlds.pop(key).close(patience=5.0)
 
 
 # ---- inside a rank ----
