@@ -33,7 +33,6 @@ LONGEST = (
     "parallel/test_pipeline_shapes",
     "faults/test_faults",
     "recipes/test_recipes",
-    "elastic/test_new_process",
     "test_laws",
     "liveness/test_liveness",
     "report/test_eight_ranks",

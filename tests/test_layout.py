@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import combinations
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -16,8 +15,6 @@ import torch
 from pgmesh import Layout, PgmeshError, RankError, ShapeError
 from pgmesh.layout import Partition
 from tests.support.memory import memory
-
-ROOT = Path(__file__).parent.parent
 
 TRUTHS = (True, np.True_, torch.tensor(True))
 

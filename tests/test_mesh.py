@@ -199,10 +199,6 @@ def test_configured_options_change_no_group_name(mesh):
     assert again.group("dp").group_name.split("/")[-1] == before.split("/")[-1]
 
 
-def test_tag_none_is_the_empty_tag(mesh):
-    assert mesh.group("dp", tag=None) is mesh.group("dp", tag="") is mesh.group("dp")
-
-
 def test_unpickling_in_a_smaller_world_is_refused():
     with fake_rank(0, 8):
         sent = pickle.dumps(ProcessGroupMesh(dp=8))

@@ -18,18 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 import pgmesh
-from pgmesh import (
-    GroupOptions,
-    Layout,
-    MismatchError,
-    PgmeshError,
-    ProcessGroupMesh,
-    ShapeError,
-    errors,
-    launch,
-    plan,
-    recipes,
-)
+from pgmesh import GroupOptions, Layout, PgmeshError, ProcessGroupMesh, errors, launch, plan, recipes
 from pgmesh._util.formatting import call_site
 from pgmesh._util.validation import fill_sizes
 from pgmesh.groups.naming import Fingerprint
@@ -73,7 +62,7 @@ def compare_options(rank: int, other: int) -> None:
     label = "group tp of mesh 'actor'"
     mine = Fingerprint(rank, {"backend": "gloo", "timeout": 30.0}, label, hint)
     other_one = Fingerprint(other, {"backend": "gloo", "timeout": 60.0}, label, hint)
-    raise MismatchError(mine.mismatch([other_one.encoded]))
+    raise errors.MismatchError(mine.mismatch([other_one.encoded]))
 
 
 def fill_one_rank(**sizes: int) -> None:
@@ -170,7 +159,7 @@ def test_docstring_shows_the_tree_of_errors():
 
 
 def test_errors_suppress_their_context():
-    with pytest.raises(ShapeError) as caught:
+    with pytest.raises(errors.ShapeError) as caught:
         Layout(dp=2.5)
     assert caught.value.__suppress_context__
 

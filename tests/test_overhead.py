@@ -123,13 +123,8 @@ ON_DEMAND = (
 def loaded(script: str) -> set[str]:
     """The modules that a fresh process has loaded after a script and not before."""
     code = f"import sys; before = {{*sys.modules}}; {script}; new = {{*sys.modules}} - before; import json; "
-    ran = subprocess.run(
-        [sys.executable, "-c", f"{code}print(json.dumps([*new]))"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    command = [sys.executable, "-c", f"{code}print(json.dumps([*new]))"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return {*json.loads(ran.stdout)}
 
 

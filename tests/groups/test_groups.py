@@ -173,7 +173,7 @@ def test_equal_options_give_the_same_group():
     group = mesh.group("dp")
     assert mesh.group("dp", backend="gloo") is group
     assert mesh.group("dp", backend="GLOO", timeout=timedelta(seconds=60)) is group
-    assert mesh.group("dp", tag="") is group
+    assert mesh.group("dp", tag="") is mesh.group("dp", tag=None) is group
     slower = mesh.group("dp", timeout=timedelta(seconds=61))
     assert slower is not group
     assert slower is mesh.group("dp", timeout=timedelta(seconds=61))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -169,12 +168,10 @@ def test_end_of_group_ends_wait_for_members(verb: str):
     if mesh.rank == 0:
         group = mesh.group()
         tried: list[Attempt] = []
-        thread = threading.Thread(target=lambda: tried.append(attempt(lambda: summed(group))), daemon=True)
-        thread.start()
-        wait_until(lambda: find_group(group.group_name).store.waiting_since, "the wait")
-        end = time.monotonic()
-        getattr(mesh, verb)()
-        thread.join(WAIT_TIMEOUT)
+        with meanwhile(lambda: tried.append(attempt(lambda: summed(group)))):
+            wait_until(lambda: find_group(group.group_name).store.waiting_since, "the wait")
+            end = time.monotonic()
+            getattr(mesh, verb)()
         assert tried[0].kind == LifetimeError.__name__, tried
         assert tried[0].end < end + AT_ONCE + SLACK
         assert "mesh 'actor'" in tried[0].text

@@ -16,16 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pgmesh
-from pgmesh import (
-    LaunchError,
-    LifetimeError,
-    MembershipError,
-    NameTakenError,
-    OptionsError,
-    ProcessGroupMesh,
-    WorldError,
-    launch,
-)
+from pgmesh import LifetimeError, NameTakenError, OptionsError, ProcessGroupMesh, WorldError, launch
 from pgmesh.launch import World
 from pgmesh.resharding import Resharder, reshard
 from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, attempt, beat_fast
@@ -114,7 +105,7 @@ def test_ranks_that_give_different_sizes_are_named():
     ],
 )
 def test_open_world_checks_its_arguments(name: str, place: dict[str, Any], text: str):
-    with pytest.raises(LaunchError, match=text):
+    with pytest.raises(pgmesh.LaunchError, match=text):
         launch.open_world(name, **{"rank": 0, "size": 1, **place})
 
 
@@ -273,6 +264,6 @@ def test_resharder_moves_tensors_within_a_world():
         sides = {"source": whole} if world.rank < 2 else {"target": state}
         Resharder(source, target, **sides)()
         assert world.rank < 2 or torch.equal(state["weight"], whole["weight"])
-        with pytest.raises(MembershipError, match="are in different worlds, so their ranks never meet"):
+        with pytest.raises(pgmesh.MembershipError, match="are in different worlds, so their ranks never meet"):
             Resharder(ProcessGroupMesh(SIZE, name="here"), target, **sides)
         dist.barrier()

@@ -14,32 +14,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import AxisError, LifetimeError, ProcessGroupMesh, RankError, from_device_mesh
 from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import full_tensor
 from tests.support.pipelines import needs_pipelines
-from tests.support.torch_tables import root_of, table_sizes
+from tests.support.torch_tables import count_new_groups, root_of, table_sizes
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def device_mesh_of(mesh: ProcessGroupMesh) -> DeviceMesh:
-    """The DeviceMesh of a mesh; asserts that no group is created but one for each axis."""
-    before = table_sizes()["pg_map"]
-    whole = mesh.device_mesh()
-    made = {mesh.group(axis) for axis in mesh.axes}
-    assert table_sizes()["pg_map"] - before == len(made)
-    return whole
-
-
-def full_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The whole tensor, gathered if it is a DTensor."""
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Net(nn.Module):
@@ -71,10 +57,7 @@ def train(model: nn.Module, x: torch.Tensor, *, clip: float | None = None) -> di
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return {
-        "norm": full_tensor(norm).detach(),
-        **{name: full_tensor(p).detach() for name, p in model.named_parameters()},
-    }
+    return {"norm": full_tensor(norm), **{name: full_tensor(each) for name, each in model.named_parameters()}}
 
 
 def own_rows(mesh: ProcessGroupMesh, *axes: str) -> torch.Tensor:
@@ -84,11 +67,7 @@ def own_rows(mesh: ProcessGroupMesh, *axes: str) -> torch.Tensor:
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Assert that both have the same tensors, up to rounding."""
-    assert found.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(
-            found[name], expected[name], **TOLERANCES, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(found, expected, **TOLERANCES)
 
 
 @contextmanager
@@ -106,7 +85,8 @@ def no_more_groups() -> Iterator[None]:
 @on_ranks(4)
 def test_device_mesh_uses_the_groups_of_the_mesh():
     mesh = ProcessGroupMesh(pp=2, dp=1, tp=2, ranks=[3, 1, 2, 0])
-    whole = device_mesh_of(mesh)
+    assert count_new_groups(mesh.device_mesh) == len({mesh.group(axis) for axis in mesh.axes})
+    whole = mesh.device_mesh()
     with no_more_groups():
         assert (whole.mesh.flatten().tolist(), whole.mesh_dim_names) == ([3, 1, 2, 0], mesh.axes)
         assert tuple(whole.get_coordinate() or ()) == mesh.coord
@@ -197,7 +177,7 @@ def pipeline(mesh: ProcessGroupMesh) -> None:
 @on_ranks(4)
 def test_torch_computes_over_a_mesh_like_one_process(use: Callable[[ProcessGroupMesh], None]):
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
-    device_mesh_of(mesh)
+    mesh.device_mesh()
     with no_more_groups():
         use(mesh)
     check_sums(groups_of(mesh))

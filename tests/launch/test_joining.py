@@ -14,17 +14,9 @@ from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, detect, from_openmpi, from_slurm, from_torch, join
 from pgmesh.launch.detect import detect_launcher, detect_one, with_address
 from pgmesh.launch.launcher import PORTS
+from tests.support import launcher_environments
 from tests.support.fake_world import fake_rank
-from tests.support.launcher_environments import (
-    BATCH,
-    BY_HAND,
-    HYDRA_ON_TWO,
-    ONE_HOST,
-    OPEN_MPI,
-    SMALL_STEP,
-    SRUN,
-    TORCHRUN,
-)
+from tests.support.launcher_environments import BY_HAND, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SMALL_STEP, SRUN, TORCHRUN
 from tests.support.programs import clean_env, free_port, run_programs
 
 
@@ -49,7 +41,7 @@ def test_a_named_launcher_is_used_whatever_others_set():
     [
         (from_torch, "torchrun", OPEN_MPI),
         (from_slurm, "srun", {}),
-        (from_slurm, "srun", BATCH),
+        (from_slurm, "srun", launcher_environments.BATCH),
         (from_openmpi, "mpirun", HYDRA_ON_TWO),
     ],
 )

@@ -21,11 +21,9 @@ from pgmesh.launch import join, spawn
 from pgmesh.launch.detect import BY_HAND
 from pgmesh.launch.processes import GUARD, PRELOAD, process_context
 from pgmesh.launch.spawning import PICKLING, Outcome, unwrap_results
+from tests.support.faults import wait_until
 from tests.support.message_assertions import in_python_3_10_wording
 from tests.support.programs import clean_env, free_port, is_running, run_programs, wait_until_gone, write_script
-
-ROOT = Path(__file__).parents[2]
-
 
 # ---- what the ranks run ----
 
@@ -91,11 +89,8 @@ def exit_politely() -> None:
 
 def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
     """The pids that n ranks have written. Waits for all of them."""
-    end = time.monotonic() + seconds
-    while len(written := list(folder.glob("*.pid"))) < n:
-        assert time.monotonic() < end, f"{len(written)} of {n} ranks started in {seconds} s"
-        time.sleep(0.01)
-    return [int(path.read_text()) for path in written]
+    wait_until(lambda: len(list(folder.glob("*.pid"))) == n, f"{n} ranks have started", seconds)
+    return [int(path.read_text()) for path in folder.glob("*.pid")]
 
 
 def test_results_are_in_rank_order():

@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pgmesh.drawing import styled_text
+from pgmesh.preflight import report, results
 from pgmesh.preflight.microbenchmarks import ring_links
-from pgmesh.preflight.report import stragglers, table
-from pgmesh.preflight.results import (
-    CheckResults,
-    LinkResult,
-    RankMeasurements,
-    combination_results,
-    link_results,
-    rank_results,
-)
+from pgmesh.preflight.results import CheckResults, LinkResult, RankMeasurements
 
 COMBINATIONS = {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}
 
@@ -35,9 +28,9 @@ def results_of(
                 seconds = slow_links.get((low, high), 1.0)
                 measurements[low].link_seconds[name][str(high)] = [1.0, seconds]
                 measurements[high].link_seconds[name][str(low)] = [1.0, seconds]
-    links = link_results(measurements, "aaaa")
-    groups = combination_results(measurements, [4096], combinations)
-    ranks = rank_results(measurements, links)
+    links = results.link_results(measurements, "aaaa")
+    groups = results.combination_results(measurements, [4096], combinations)
+    ranks = results.rank_results(measurements, links)
     return CheckResults(("dp", "tp"), (2, 2), "gloo", "cpu", [*"aaaa"], None, [4096], 0.1, groups, links, ranks)
 
 
@@ -63,15 +56,15 @@ def results_of(
     ],
 )
 def test_summary_names_slow_ranks_and_links(compute, links, combinations, said):
-    text = " ".join(styled_text.plain(stragglers(results_of(compute, links, combinations))).split())
+    text = " ".join(styled_text.plain(report.stragglers(results_of(compute, links, combinations))).split())
     assert said in text
 
 
 def test_results_have_slowdowns_and_times():
-    results = results_of({}, {(1, 3): 4.0, (0, 1): 3.0})
-    assert [each.rank for each in results.ranks if each.is_straggler] == [1]
-    assert [each.link_slowdown for each in results.ranks] == [1.0, 3.0, 1.0, 1.0]
-    assert LinkResult("dp", (1, 3), 4.0) in results.links
-    first, *rows = styled_text.plain(table(results)).splitlines()
+    found = results_of({}, {(1, 3): 4.0, (0, 1): 3.0})
+    assert [each.rank for each in found.ranks if each.is_straggler] == [1]
+    assert [each.link_slowdown for each in found.ranks] == [1.0, 3.0, 1.0, 1.0]
+    assert LinkResult("dp", (1, 3), 4.0) in found.links
+    first, *rows = styled_text.plain(report.table(found)).splitlines()
     assert first.split() == ["axes", "size", "bytes", "time", "algbw", "busbw", "slowest", "group"]
     assert rows[0].split()[:6] == ["dp", "2", "4", "KiB", "1", "ms"]

@@ -17,17 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import (
-    AxisError,
-    Layout,
-    MembershipError,
-    MissingRanksError,
-    OptionsError,
-    PgmeshError,
-    ProcessGroupMesh,
-    ShapeError,
-    recipes,
-)
+from pgmesh import AxisError, Layout, ProcessGroupMesh, ShapeError, errors, recipes
 from pgmesh._util.suggestions import divisors
 from pgmesh.groups.group import find_group
 from pgmesh.groups.world import current_world
@@ -192,7 +182,7 @@ def test_settings_outside_the_group_do_nothing():
         for name in arrangement:
             arrangement[name].configure(timeout=timedelta(seconds=50))
         arrangement.configure_nccl({"embd": {"max_ctas": 8}})
-        with pytest.raises(MembershipError, match=r"rank 2 is not in .*, so it has no coord and no group there"):
+        with pytest.raises(errors.MembershipError, match=r"rank 2 is not in .*, so it has no coord and no group there"):
             arrangement["embedding"].group()
     with fake_rank(6, 8):
         small = recipes.megatron(4, pp=4, name="small")
@@ -211,7 +201,7 @@ def test_a_recipe_that_raises_creates_nothing():
     with fake_rank(5, 8):
         for call in [*REFUSED, "recipes.megatron(8, pp=2, embedding=lambda ranks: [ranks[8]])"]:
             before = table_sizes()
-            with pytest.raises((PgmeshError, IndexError)) as held:  # and with it the frames of the recipe
+            with pytest.raises((errors.PgmeshError, IndexError)) as held:  # and with it the frames of the recipe
                 eval(call, {"recipes": named})
             assert held.tb is not None
             assert table_sizes() == before, call
@@ -223,7 +213,7 @@ def test_a_recipe_that_raises_creates_nothing():
 def test_invalid_settings_of_nccl_set_nothing():
     with fake_rank(5, 8):
         arrangement = recipes.megatron(8, tp=2, name="settings")
-        with pytest.raises(OptionsError):
+        with pytest.raises(errors.OptionsError):
             arrangement.configure_nccl({"dp": {"max_ctas": 8}, "tp": 8})
         arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
         made = [find_group(arrangement[name].group().group_name) for name in ("data", "tensor")]
@@ -418,7 +408,7 @@ def test_semantics_3_timeouts_change_later():
     if arrangement["tensor"].index() == 0:  # the other member does not make it
         late = arrangement["tensor"].group(tag="late")
         arrangement["tensor"].set_timeout(timeout=timedelta(seconds=0.2))
-        with pytest.raises(MissingRanksError, match=r"rank \d did not make this group in 0\.2 s\."):
+        with pytest.raises(errors.MissingRanksError, match=r"rank \d did not make this group in 0\.2 s\."):
             dist.all_reduce(torch.ones(1), group=late)
 
 
