@@ -151,12 +151,7 @@ def in_a_fork() -> None:
     print("the parent goes on")
 
 
-SILENT = [
-    nothing_closed,
-    with_a_failed_collective,
-    with_a_pending_collective,
-    with_torch_destroyed,
-]
+SILENT = [nothing_closed, with_a_failed_collective, with_a_pending_collective, with_torch_destroyed]
 WITH_LIVENESS = {
     after_heartbeats: 0,
     after_report: 0,

@@ -114,11 +114,7 @@ def behind(counts: Mapping[int, int | None], places: Mapping[int, Place] = {}) -
         ({0: 1, 2: 1, 4: None}, {}, ""),  # rank 4 is no member, and rank 1 has no status
         ({0: 17, 1: 17}, {}, ""),
         ({}, {}, ""),
-        (
-            {0: 17, 1: 16},
-            {0: PLACE._replace(seconds=1)},
-            "",
-        ),  # ranks that move: their statuses are of different moments
+        ({0: 17, 1: 16}, {0: PLACE._replace(seconds=1)}, ""),  # they move: the statuses are of different moments
     ],
 )
 def test_rank_with_fewer_operations_is_behind(counts: Mapping[int, int | None], places: Mapping[int, Place], said: str):

@@ -141,13 +141,7 @@ class Connect(Call):
         fields = [(name, value) for name, value in vars(self.judge).items() if name not in CONSTANTS]
         attempts = []
         for attempt in self.attempts:
-            unused = [
-                "ranks",
-                "fingerprint",
-                "group",
-                "mesh",
-                *(["missing", "count_seen"] if attempt.decision else []),
-            ]
+            unused = ["ranks", "fingerprint", "group", "mesh", *(["missing", "count_seen"] if attempt.decision else [])]
             attempts.append([(name, value) for name, value in vars(attempt).items() if name not in unused])
         records = sorted(self.judge.statuses.records.items())  # the statuses themselves are read again after a pause
         heartbeats = [(rank, each.status.sent, each.since) for rank, each in records if each.status is not None]

@@ -17,16 +17,7 @@ from tests.elastic.model.processes import Code, Program
 from tests.elastic.model.programs import DROP, PAIR, SECOND_DIES, SPARE, members, with_new, with_spare
 from tests.elastic.model.space import ALL_ARRIVED, CAUSE, NOT_IN, ONE_SUCCESSOR, TRUE_LOST
 from tests.support.model.boards import AllLost, MutantBoard, NoneLost, Overwriting, Stubborn
-from tests.support.model.space import (
-    NEVER_CHANGES,
-    NO_ERROR,
-    NO_FAULTS,
-    NO_WAIT,
-    ONE_DECISION,
-    RETRY,
-    Faults,
-    Mutant,
-)
+from tests.support.model.space import NEVER_CHANGES, NO_ERROR, NO_FAULTS, NO_WAIT, ONE_DECISION, RETRY, Faults, Mutant
 
 TWO, THREE, RETRIES = members(2), members(3), members(2, retries=True)
 CRASH, DEADLINE, INTERRUPT = Faults(crashes=1), Faults(deadlines=1), Faults(interrupts=1)

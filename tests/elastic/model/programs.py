@@ -38,11 +38,7 @@ def with_new(request: Request = ANEW, **more: Any) -> Programs:
     return (*members(2, request, **comes_back), Program(1, (None,), replaces=1, **more))
 
 
-NEW_AND_AGAIN = (
-    Program(0, (ANEW, DROP)),
-    Program(1, (ANEW,)),
-    Program(1, (None, DROP), replaces=1),
-)
+NEW_AND_AGAIN = (Program(0, (ANEW, DROP)), Program(1, (ANEW,)), Program(1, (None, DROP), replaces=1))
 """A new process comes in the place of rank 1, and all shrink once more."""
 
 CAME_BACK = (
