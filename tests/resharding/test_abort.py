@@ -13,7 +13,7 @@ from pgmesh.errors import LifetimeError
 from pgmesh.launch import StoreProcess
 from pgmesh.resharding import Resharder
 from pgmesh.resharding.link import Link
-from tests.support.faults import LONG_TIMEOUT, SLACK, Attempt, attempt, beat_fast, results, set_flag, wait_for_flag
+from tests.support.faults import LONG_TIMEOUT, SLACK, Attempt, attempt, beat_fast, results, set_flag, wait_for_flags
 from tests.support.worlds import fresh_world, on_ranks
 
 
@@ -34,8 +34,7 @@ def move_while_aborted(folder: Path, moment: str) -> tuple[Attempt | None, list[
 
     resharder, failed = None if moment == "creation" else create(), None
     if mesh.rank == 1:
-        for rank in 0, 2:
-            wait_for_flag(folder, f"begins {rank}")
+        wait_for_flags(folder, "begins", (0, 2))
         time.sleep(0.2)  # until they wait; they raise in any case
         mesh.abort("rank 1 has enough")
     else:

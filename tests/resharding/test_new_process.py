@@ -9,19 +9,17 @@ from pathlib import Path
 
 import torch
 
-from pgmesh import Layout, PgmeshError, launch
+from pgmesh import Layout, PgmeshError
 from pgmesh.resharding import Resharder
-from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
-from tests.support.rank_processes import RankProcesses
+from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, set_flag, wait_for_flag, wait_for_flags
+from tests.support.rank_processes import RankProcesses, join_world
 
 RANKS, LOST = 3, 1
 
 
 def run(rank: int, port: int, folder: Path, process: int) -> None:
     """Ranks 0 and 1 send to rank 2, again and again. A rank creates the Resharder again after each error."""
-    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
-    beat_fast()
-    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=RANKS, host="127.0.0.1", port=port)
+    join_world(rank, port, RANKS)
     newest = (folder / "newest process").read_text
     while not (folder / "over").exists():
         sides = {"source": {"x": torch.arange(100_000.0)}} if rank < 2 else {"target": {"x": torch.zeros(100_000)}}
@@ -31,7 +29,7 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
             while not (folder / "over").exists():
                 sync()
                 assert all(torch.equal(each["x"], torch.arange(100_000.0)) for each in sides.values())
-                set_flag(folder, f"rank {rank} moved with process {newest()}")
+                set_flag(folder, f"moved with process {newest()} {rank}")
         except PgmeshError:
             continue
     os._exit(0)
@@ -45,8 +43,7 @@ def test_resharder_is_created_again_with_new_processes(tmp_path: Path):
         processes.start(rank, number)
 
     def wait_for_transfers(number: int) -> None:
-        for rank in range(RANKS):
-            wait_for_flag(tmp_path, f"rank {rank} moved with process {number}")
+        wait_for_flags(tmp_path, f"moved with process {number}", range(RANKS))
 
     def kill() -> None:
         processes.newest[LOST].kill()

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
 from pgmesh.resharding import Resharder, connection, link
-from tests.support.faults import wait_until
+from tests.support.faults import attempt, results, wait_until
 from tests.support.logs import logged_lines
 from tests.support.resource_counts import count_with_keys
 from tests.support.transfer_oracle import resharder, shard_of, value
@@ -89,18 +89,16 @@ def module_and_optimizer() -> list[Any]:
         Resharder(trainer, rollout, source={"adam": state})()
         whole = {**model.state_dict(), **state}
         return [{name: each.full_tensor() for name, each in whole.items() if isinstance(each, DTensor)}, sync().sent]
+    adam = {
+        f"state.{name}.{key}": torch.zeros(()) if key == "step" else torch.zeros_like(weight)
+        for name, weight in model.named_parameters()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
     target = nn.ModuleDict({"net": model}).to(torch.bfloat16)
     del target["net"][1].bias
     sync = Resharder(trainer, rollout, target=target)
     sync()
     sync()
-    optimizer = torch.optim.Adam(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2)).parameters())
-    names = [f"{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")]
-    adam = {
-        f"state.{name}.{key}": torch.zeros(()) if key == "step" else torch.zeros_like(weight)
-        for name, weight in zip(names, optimizer.param_groups[0]["params"])
-        for key in ("step", "exp_avg", "exp_avg_sq")
-    }
     Resharder(trainer, rollout, target={"adam": adam})()
     moved = sync()
     return [{**target.state_dict(), **adam}, moved.received]
@@ -311,16 +309,6 @@ def test_tensors_in_lists_of_state_dicts_are_moved():
 # ---- faults ----
 
 
-def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
-    """The error of a call: type, text and seconds."""
-    began = time.monotonic()
-    try:
-        call()
-    except (PgmeshError, ValueError, KeyboardInterrupt) as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", time.monotonic() - began
-
-
 def before_step(side: str, message: int, do: Callable[[], object]) -> Any:
     """Call ``do`` before a message is sent ("send") or its receive is started ("receive")."""
     method, called = getattr(link.Link, side), []
@@ -341,16 +329,24 @@ def fail() -> None:
 NAMES = [f"w{i}" for i in range(6)]
 
 
-def in_small_messages(timeout: float, target: Any = None) -> tuple[Resharder, dict[str, torch.Tensor] | None]:
-    """A Resharder from ranks 0 and 1 to ranks 2 and 3, and the target there, which is given or of plain tensors."""
-    if dist.get_rank() > 1 and target is None:
-        target = {name: torch.zeros(1000) for name in NAMES}
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in NAMES:
+            self.register_parameter(name, nn.Parameter(torch.zeros(1000)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w0
+
+    def has_arrived(self) -> bool:
+        return all(weight.tolist() == [1.0] * 1000 for weight in self.parameters())
+
+
+def in_small_messages(timeout: float, target: Generator | None = None) -> tuple[Resharder, Generator | None]:
+    """A Resharder from ranks 0 and 1 to ranks 2 and 3, and the target there, which is given or a new one."""
+    target = (target or Generator()) if dist.get_rank() > 1 else None
     source = {name: torch.full((1000,), 1.0) for name in NAMES}
     return resharder(source, target, staging_bytes=8000, timeout=timeout), target
-
-
-def has_arrived(target: dict[str, torch.Tensor] | None) -> bool:
-    return target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
 
 
 @on_ranks(4, fresh=True)  # whose ranks are in no collective of an earlier test
@@ -362,19 +358,19 @@ def test_absent_rank_is_named_and_joins_next_call():
     if rank == 0:
         time.sleep(4.5)
     else:
-        error, text, seconds = outcome(sync)
-        assert error == "MissingRanksError"
-        assert text.startswith(
+        failed = attempt(sync)
+        assert failed.kind == "MissingRanksError"
+        assert failed.text.startswith(
             "the transfer from ranks 0, 1 of mesh 'trainer' to ranks 2, 3: rank 0 did not arrive in 3 s.\n"
             "  rank 0: at test_resharder.py:"
         )
-        assert seconds < 3 + 2
+        assert failed.took < 3 + 2
         assert not target.any(), "nothing was written"
-    assert outcome(sync)[:2] == ("", "")  # rank 0 joins the others, which wait in their second call
+    assert attempt(sync)[:2] == ("", "")  # rank 0 joins the others, which wait in their second call
     assert rank < 2 or target.tolist() == [1.0] * 1000
     if rank == 0:
         time.sleep(2.0)  # the others connect again meanwhile
-    assert outcome(sync)[:2] == ("", "")
+    assert attempt(sync)[:2] == ("", "")
     assert not sync.torn
 
 
@@ -383,7 +379,7 @@ def test_creation_without_a_rank_names_rank_and_timeout():
     if dist.get_rank() in (0, 2):
         create = functools.partial(Resharder, Layout(1), Layout(2, ranks=[1, 2]), source={}, target={}, timeout=2)
         with logged_lines() as lines:
-            error, text, _ = outcome(create)
+            error, text, *_ = attempt(create)
         transfer = "the transfer from rank 0 to ranks 1, 2: rank 1 did not arrive in "
         assert error == "MissingRanksError"
         assert text.startswith(f"{transfer}2 s.\n")
@@ -398,7 +394,7 @@ def test_equal_models_in_another_order_are_a_mismatch():
     tensors = [torch.full((2,), float(i) if rank < 2 else -1.0) for i in range(2)]
     sync = [resharder({"x": tensor}, {"x": tensor}) for tensor in tensors]
     for i in range(2):
-        kind, text, _ = outcome(sync[i if rank < 2 else 1 - i])
+        kind, text, *_ = attempt(sync[i if rank < 2 else 1 - i])
         assert kind == "MismatchError"
         assert "call the Resharders of the same meshes in the same order on all ranks" in text
     assert rank < 2 or [tensor.tolist() for tensor in tensors] == [[-1.0] * 2] * 2
@@ -413,7 +409,7 @@ def test_calling_while_others_create_is_a_mismatch():
     rank, target = dist.get_rank(), torch.zeros(2)
     create = functools.partial(resharder, {"x": torch.full((2,), 5.0)}, {"x": target})
     sync = create()
-    kind, text, _ = outcome(sync if rank == 0 else create)
+    kind, text, *_ = attempt(sync if rank == 0 else create)
     assert kind == "MismatchError"
     assert "the creation of a Resharder on rank" in text
     assert "Create a new Resharder" in text
@@ -421,39 +417,27 @@ def test_calling_while_others_create_is_a_mismatch():
     assert rank < 2 or target.tolist() == [5.0] * 2
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name in NAMES:
-            self.register_parameter(name, nn.Parameter(torch.zeros(1000)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.w0
-
-
 def dies_in_the_middle() -> Any:
     """Rank 0 is killed before its third message. The others call once more, without it."""
     rank = dist.get_rank()
-    sync, target = in_small_messages(20, Generator() if rank >= 2 else None)
+    sync, target = in_small_messages(20)
     with before_step("send", 3, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else None):
-        first = outcome(sync)
-    refused = outcome(lambda: sync.target)
-    forward = outcome(lambda: target(torch.ones(1000))) if rank >= 2 else None
-    return first, sync.torn, refused, forward, outcome(sync)
+        first = attempt(sync)
+    refused = attempt(lambda: sync.target)
+    forward = attempt(lambda: target(torch.ones(1000))) if rank >= 2 else None
+    return first, sync.torn, refused, forward, attempt(sync)
 
 
 def test_rank_that_dies_is_named_and_target_torn():
     with fresh_world(4) as own:
         outcomes = own.outcomes(dies_in_the_middle)
     assert outcomes[0].exitcode == -signal.SIGKILL
-    for rank in (1, 2, 3):
-        assert not outcomes[rank].error, outcomes[rank].details
-        first, torn, refused, forward, again = outcomes[rank].result
+    for rank, (first, torn, refused, forward, again) in enumerate(results(outcomes, 0), 1):
         assert first[0] == "MissingRanksError"
         assert "rank 0 has ended" in first[1]
         assert "rank 1" not in first[1].partition("failed:")[2]
         assert ("The target of this rank is torn. Create a new Resharder on all ranks" in first[1]) == (rank >= 2)
-        assert first[2] < 20
+        assert first.took < 20
         assert torn == (rank >= 2)
         assert refused[0] == ("LifetimeError" if torn else "")
         assert forward is None or forward[0] == "LifetimeError"
@@ -473,22 +457,21 @@ SLOW, FAILS = ": not done in 3 s.", ": ValueError: out of memory, say"
 def test_a_torn_target_is_whole_after_the_retry(who, step, message, reason):
     """A rank fails in the middle, or sleeps for longer than the others wait. A new Resharder mends all targets."""
     rank, do = dist.get_rank(), fail if reason == FAILS else lambda: time.sleep(5)
-    module = Generator() if rank >= 2 else None
-    sync, _ = in_small_messages(6 if reason == FAILS else 3, module)
+    sync, module = in_small_messages(6 if reason == FAILS else 3)
     with before_step(step, message, do if rank == who else lambda: None):
-        first = outcome(sync)
+        first = attempt(sync)
     assert first[0] == ("ValueError" if rank == who and reason == FAILS else "LifetimeError")
     if rank != who:
         assert f"was aborted by rank {who if reason == FAILS else ''}" in first[1]
         assert reason in first[1]
     assert sync.torn == (rank >= 2)
-    assert outcome(sync)[0] == "LifetimeError"
-    assert module is None or outcome(lambda: module(torch.ones(1000)))[0] == "LifetimeError"
+    assert attempt(sync)[0] == "LifetimeError"
+    assert module is None or attempt(lambda: module(torch.ones(1000)))[0] == "LifetimeError"
     sync, _ = in_small_messages(6, module)
-    assert outcome(sync)[:2] == ("", "")
-    assert module is None or has_arrived({name: weight.detach() for name, weight in module.named_parameters()})
-    assert (sync.torn, outcome(lambda: sync.target)[0]) == (False, "")
-    assert module is None or outcome(lambda: module(torch.ones(1000)))[0] == ""
+    assert attempt(sync)[:2] == ("", "")
+    assert module is None or module.has_arrived()
+    assert (sync.torn, attempt(lambda: sync.target)[0]) == (False, "")
+    assert module is None or attempt(lambda: module(torch.ones(1000)))[0] == ""
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -505,12 +488,12 @@ def test_new_resharder_succeeds_after_ctrl_c(again):
                 stack.enter_context(mock.patch.object(connection, "abort", interrupts))
         elif again:  # they wait for rank 3
             stack.enter_context(before_step("receive" if rank == 2 else "send", 3, lambda: time.sleep(0.5)))
-        first = outcome(sync)
+        first = attempt(sync)
     assert interrupts.call_count == ((2 if again else 1) if rank == 3 else 0)
     assert first[0] == "KeyboardInterrupt" if rank == 3 else first[0] in ("LifetimeError", "")
     sync, target = in_small_messages(20, target)
-    assert outcome(sync)[:2] == ("", "")
-    assert has_arrived(target)
+    assert attempt(sync)[:2] == ("", "")
+    assert target is None or target.has_arrived()
 
 
 @on_ranks(4)
@@ -520,8 +503,8 @@ def test_overwritten_source_is_named_as_lost():
     source, target = in_one_memory(mesh, names)
     sync = Resharder(mesh, mesh, source=source, target=target, staging_bytes=300_000, timeout=6)
     with before_step("receive", 4, fail if mesh.rank == 2 else lambda: None):
-        first = outcome(sync)
-    again, refused = outcome(sync)[:2], outcome(lambda: sync.target)[:2]
+        first = attempt(sync)
+    again, refused = attempt(sync)[:2], attempt(lambda: sync.target)[:2]
     source, target = in_one_memory(mesh, names)
     whole = {name: tensor.full_tensor() for name, tensor in source.items()}
     Resharder(mesh, mesh, source=source, target=target)()
