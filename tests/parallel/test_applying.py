@@ -30,10 +30,10 @@ from pgmesh.parallel import (
 from pgmesh.parallel.composing import INITIALIZE
 from tests.support.expert_models import ExpertBlock
 from tests.support.message_assertions import last_call
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, loss_of, weights_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
-from tests.support.worlds import check_sums, groups_of, on_ranks
 
 
 def wrap_blocks(module: nn.Module) -> nn.Module:
@@ -70,12 +70,11 @@ def wrap_experts(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
-@on_ranks(4)
-def test_verify_passes_with_checkpointed_experts(data: Callable[..., Method]):
-    with ProcessGroupMesh(dp=4) as mesh:
-        together = compose(mesh, data(mesh, "dp"), ExpertParallel(mesh.view(edp=2, ep=2), "ep"))
-        build = partial(TinyGPT, layers=1, block=ExpertBlock)
-        assert verify(together, build, [batch(0)], loss=loss_of, before_sharding=wrap_experts) < 1e-12
+@on_mesh(dp=4)
+def test_verify_passes_with_checkpointed_experts(mesh: ProcessGroupMesh, data: Callable[..., Method]):
+    together = compose(mesh, data(mesh, "dp"), ExpertParallel(mesh.view(edp=2, ep=2), "ep"))
+    build = partial(TinyGPT, layers=1, block=ExpertBlock)
+    assert verify(together, build, [batch(0)], loss=loss_of, before_sharding=wrap_experts) < 1e-12
 
 
 def test_trained_ignored_params_are_an_error(mesh: ProcessGroupMesh):
@@ -206,42 +205,39 @@ def alone(kind: str, module: nn.Module | None = None) -> nn.Module:
 @pytest.mark.long
 @needs_pipelines
 @pytest.mark.parametrize("kind", KINDS)
-@on_ranks(4)
-def test_initialized_weights_are_those_of_one_process(kind: str):
+@on_mesh(dp=2, other=2)
+def test_initialized_weights_are_those_of_one_process(mesh: ProcessGroupMesh, kind: str):
     """After errors, since different weights start with the same values, or equal ones with others."""
-    with ProcessGroupMesh(dp=2, other=2) as mesh:
-        together = compose(mesh, *KINDS[kind](mesh))
-        wrapped = checkpoint_wrapper if kind == "sharded" else None  # the names of its layers are other ones
-        model = together.apply(model_of(kind), before_sharding=wrapped).to_empty(device="cpu")
-        codes, target = map(together.share, batch(0))
-        step = partial(model.step, codes, target=target) if kind == "pipeline" else partial(model, codes)
-        seeds = {0: "are different weights, and start with the same values"}
-        if kind == "replicated":
-            found = r"of which the first is \S+ \(shard \d\): rank \d has other values than rank \d\.\n\n"
-            seeds |= {10 + mesh.rank: f"start with different weights, {found}{re.escape(INITIALIZE)}"}
-            seeds |= {20 + mesh.index("dp"): ""}
-        for seed, text in seeds.items():
-            torch.manual_seed(seed)
-            with torch.no_grad():
-                for weight in model.parameters():
-                    local(weight).normal_()
-            with pytest.raises(MethodError, match=text) if text else nullcontext():
-                step()
-        torch.manual_seed(mesh.rank)
-        together.initialize(model, draw, seed=3)
-        assert_same(kind, weights_of(model), weights_of(alone(kind)), 0.0)
-        step()
-        check_sums(groups_of(mesh))
+    together = compose(mesh, *KINDS[kind](mesh))
+    wrapped = checkpoint_wrapper if kind == "sharded" else None  # the names of its layers are other ones
+    model = together.apply(model_of(kind), before_sharding=wrapped).to_empty(device="cpu")
+    codes, target = map(together.share, batch(0))
+    step = partial(model.step, codes, target=target) if kind == "pipeline" else partial(model, codes)
+    seeds = {0: "are different weights, and start with the same values"}
+    if kind == "replicated":
+        found = r"of which the first is \S+ \(shard \d\): rank \d has other values than rank \d\.\n\n"
+        seeds |= {10 + mesh.rank: f"start with different weights, {found}{re.escape(INITIALIZE)}"}
+        seeds |= {20 + mesh.index("dp"): ""}
+    for seed, text in seeds.items():
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                local(weight).normal_()
+        with pytest.raises(MethodError, match=text) if text else nullcontext():
+            step()
+    torch.manual_seed(mesh.rank)
+    together.initialize(model, draw, seed=3)
+    assert_same(kind, weights_of(model), weights_of(alone(kind)), 0.0)
+    step()
 
 
 @pytest.mark.long
 @needs_pipelines
 @pytest.mark.parametrize("head_first", [False, True])
-@on_ranks(2)
-def test_initialized_copies_of_tied_weights_are_equal(head_first: bool):
-    with ProcessGroupMesh(pp=2) as mesh:
-        together = compose(mesh, gpt_stages(mesh))
-        model = together.apply(tied_model(head_first)).to_empty(device="cpu")
-        together.initialize(model, draw, seed=3)
-        mine = next(each for name, each in weights_of(model).items() if name in ("tokens.weight", "head.weight"))
-        assert torch.equal(mine, weights_of(alone("tied", tied_model(head_first)))["tokens.weight"])
+@on_mesh(pp=2)
+def test_initialized_copies_of_tied_weights_are_equal(mesh: ProcessGroupMesh, head_first: bool):
+    together = compose(mesh, gpt_stages(mesh))
+    model = together.apply(tied_model(head_first)).to_empty(device="cpu")
+    together.initialize(model, draw, seed=3)
+    mine = next(each for name, each in weights_of(model).items() if name in ("tokens.weight", "head.weight"))
+    assert torch.equal(mine, weights_of(alone("tied", tied_model(head_first)))["tokens.weight"])

@@ -22,6 +22,7 @@ from pgmesh.parallel import (
     checkpoint,
     compose,
 )
+from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
     STEPS,
@@ -209,54 +210,52 @@ def test_load_of_no_checkpoint_names_the_path(tmp_path: Path):
                 checkpoint.load(path, mesh, model)
 
 
-@on_ranks(2)
-def test_several_optimizers_are_saved_without_steps(tmp_path: Path):
+@on_mesh(dp=2)
+def test_several_optimizers_are_saved_without_steps(mesh: ProcessGroupMesh, tmp_path: Path):
     """One for matrices, and another for the rest. None runs its hooks, or takes a step with present gradients."""
-    with ProcessGroupMesh(dp=2) as mesh:
-        states = []
-        for resumed in (False, True):
-            together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-            model, hooks = together.apply(TinyGPT(layers=1)), list[str]()
-            matrices = [each for each in model.parameters() if each.ndim == 2]
-            rest = [each for each in model.parameters() if each.ndim != 2]
-            optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]
+    states = []
+    for resumed in (False, True):
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+        model, hooks = together.apply(TinyGPT(layers=1)), list[str]()
+        matrices = [each for each in model.parameters() if each.ndim == 2]
+        rest = [each for each in model.parameters() if each.ndim != 2]
+        optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]
+        for each in optimizers:
+            each.register_step_pre_hook(lambda *_, hooks=hooks: hooks.append("before"))
+            each.register_step_post_hook(lambda *_, hooks=hooks: hooks.append("after"))
+            torch.optim.lr_scheduler.ConstantLR(each, factor=1.0)  # it wraps the method step
+        if resumed:
+            loss_of(model(together.share(batch(0)[0])), together.share(batch(0)[1])).backward()
+            checkpoint.load(tmp_path, mesh, model, optimizers)
+            model.zero_grad()
+        steps = (2, 3) if resumed else range(4)
+        for step in steps:
+            codes, target = map(together.share, batch(step))
+            loss_of(model(codes), target).backward()
             for each in optimizers:
-                each.register_step_pre_hook(lambda *_, hooks=hooks: hooks.append("before"))
-                each.register_step_post_hook(lambda *_, hooks=hooks: hooks.append("after"))
-                torch.optim.lr_scheduler.ConstantLR(each, factor=1.0)  # it wraps the method step
-            if resumed:
-                loss_of(model(together.share(batch(0)[0])), together.share(batch(0)[1])).backward()
-                checkpoint.load(tmp_path, mesh, model, optimizers)
-                model.zero_grad()
-            steps = (2, 3) if resumed else range(4)
-            for step in steps:
-                codes, target = map(together.share, batch(step))
-                loss_of(model(codes), target).backward()
-                for each in optimizers:
-                    each.step()
-                if step == 1:
-                    checkpoint.save(tmp_path, mesh, model, optimizers)
-                model.zero_grad()
-            assert hooks == ["before", "after"] * 2 * len(steps)
-            states.append({name: full_tensor(each) for name, each in model.named_parameters()})
-        assert_same("weights", states[1], states[0], 0.0)
+                each.step()
+            if step == 1:
+                checkpoint.save(tmp_path, mesh, model, optimizers)
+            model.zero_grad()
+        assert hooks == ["before", "after"] * 2 * len(steps)
+        states.append({name: full_tensor(each) for name, each in model.named_parameters()})
+    assert_same("weights", states[1], states[0], 0.0)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@on_ranks(4)
-def test_save_between_averages_names_next_safe_step(sharded: bool, tmp_path: Path):
-    with ProcessGroupMesh(late=2, dp=2) as mesh:
-        later, data = AverageLater(mesh, "late"), (ShardedDataParallel if sharded else DataParallel)(mesh, "dp")
-        together = compose(mesh, later, data)
-        model = together.apply(TinyGPT(layers=1))
-        optimizer = together.attach(optimizer_of(model.parameters()))
-        for step in range(4):
-            loss_of(model(together.share(batch(step)[0])), together.share(batch(step)[1])).backward()
-            optimizer.step()
-            if step % 2:
-                checkpoint.save(tmp_path / str(step), mesh, model, optimizer)
-                continue
-            with pytest.raises(MethodError, match=r"AverageLater along late averages them later") as caught:
-                checkpoint.save(tmp_path / str(step), mesh, model, optimizer)
-            assert str(caught.value).endswith("   # after 1 more steps of the optimizer, when replicas are equal")
-        assert later.steps == 4
+@on_mesh(late=2, dp=2)
+def test_save_between_averages_names_next_safe_step(mesh: ProcessGroupMesh, sharded: bool, tmp_path: Path):
+    later, data = AverageLater(mesh, "late"), (ShardedDataParallel if sharded else DataParallel)(mesh, "dp")
+    together = compose(mesh, later, data)
+    model = together.apply(TinyGPT(layers=1))
+    optimizer = together.attach(optimizer_of(model.parameters()))
+    for step in range(4):
+        loss_of(model(together.share(batch(step)[0])), together.share(batch(step)[1])).backward()
+        optimizer.step()
+        if step % 2:
+            checkpoint.save(tmp_path / str(step), mesh, model, optimizer)
+            continue
+        with pytest.raises(MethodError, match=r"AverageLater along late averages them later") as caught:
+            checkpoint.save(tmp_path / str(step), mesh, model, optimizer)
+        assert str(caught.value).endswith("   # after 1 more steps of the optimizer, when replicas are equal")
+    assert later.steps == 4

@@ -25,6 +25,7 @@ from pgmesh.parallel import (
 from tests.support.expert_models import ExpertBlock
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
+from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import Rows
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, weights_of
 from tests.support.pipelines import gpt_stages
@@ -64,34 +65,29 @@ TOKENS = f"tokens.weight: {_KIND} on rank 0; {_KIND}, other values on ranks 1, 2
 
 
 @pytest.mark.parametrize("kind", ["tp, fsdp", "pp, fsdp", "ep, fsdp"])
-@on_ranks(4)
-def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str):
-    with ProcessGroupMesh(other=2, dp=2) as mesh:
-        together = compose(mesh, *methods_of(kind, mesh))
-        model = model_of(kind, mesh.rank)
-        with pytest.raises(MethodError) as caught:
-            together.apply(model)
-        assert str(caught.value) == (
-            f"ranks start with different weights, of which the first is {TOKENS}\n\n"
-            "  torch.manual_seed(0)   # on all ranks, before the module is built\n"
-            "  together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"
-        )
-        together.broadcast(model)
-        assert_same(kind, weights_of(together.apply(model)), weights_of(model_of(kind)), 0.0)
-        model = model_of(kind, mesh.rank)
-        check_sums(groups_of(mesh))
+@on_mesh(other=2, dp=2)
+def test_apply_on_differently_seeded_ranks_raises_until_broadcast(mesh: ProcessGroupMesh, kind: str):
+    together = compose(mesh, *methods_of(kind, mesh))
+    model = model_of(kind, mesh.rank)
+    with pytest.raises(MethodError) as caught:
+        together.apply(model)
+    assert str(caught.value) == (
+        f"ranks start with different weights, of which the first is {TOKENS}\n\n"
+        "  torch.manual_seed(0)   # on all ranks, before the module is built\n"
+        "  together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"
+    )
+    together.broadcast(model)
+    assert_same(kind, weights_of(together.apply(model)), weights_of(model_of(kind)), 0.0)
 
 
-@on_ranks(4)
-def test_weights_that_ddp_broadcasts_may_differ():
-    with ProcessGroupMesh(other=2, dp=2) as mesh:
-        for kind in ("dp", "cp, dp", "pp, dp", "ep, dp"):
-            model = compose(mesh, *methods_of(kind, mesh)).apply(model_of(kind, mesh.rank))
-            assert_same(kind, weights_of(model), weights_of(model_of(kind)), 0.0)
-        without = compose(mesh, DataParallel(mesh, "other", "dp", init_sync=False))
-        with pytest.raises(MethodError, match=re.escape(TOKENS)):
-            without.apply(model_of("dp", mesh.rank))
-        check_sums(groups_of(mesh))
+@on_mesh(other=2, dp=2)
+def test_weights_that_ddp_broadcasts_may_differ(mesh: ProcessGroupMesh):
+    for kind in ("dp", "cp, dp", "pp, dp", "ep, dp"):
+        model = compose(mesh, *methods_of(kind, mesh)).apply(model_of(kind, mesh.rank))
+        assert_same(kind, weights_of(model), weights_of(model_of(kind)), 0.0)
+    without = compose(mesh, DataParallel(mesh, "other", "dp", init_sync=False))
+    with pytest.raises(MethodError, match=re.escape(TOKENS)):
+        without.apply(model_of("dp", mesh.rank))
 
 
 def normed() -> nn.Sequential:
@@ -153,57 +149,52 @@ def test_names_shapes_dtypes_and_frozen_parameters_are_compared():
         check_sums(groups_of(mesh))
 
 
-@on_ranks(4)
-def test_ranks_of_different_slices_may_have_different_weights():
+@on_mesh(task=2, dp=2)
+def test_ranks_of_different_slices_may_have_different_weights(mesh: ProcessGroupMesh):
     """Two slices train different models."""
-    with ProcessGroupMesh(task=2, dp=2) as mesh:
-        task = mesh.index("task")
-        part = mesh.at(task=task)
-        compose(part, ShardedDataParallel(part, "dp")).apply(TinyGPT(layers=1 + task, seed=task))
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["task"])
-        together.apply(TinyGPT(layers=1 + task, seed=task))
-        dist.barrier()
+    task = mesh.index("task")
+    part = mesh.at(task=task)
+    compose(part, ShardedDataParallel(part, "dp")).apply(TinyGPT(layers=1 + task, seed=task))
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["task"])
+    together.apply(TinyGPT(layers=1 + task, seed=task))
 
 
-@on_ranks(2)
-def test_broadcast_of_strided_tensors_is_whole():
-    with ProcessGroupMesh(dp=2) as mesh:
-        model = nn.Module()
-        whole = torch.arange(8.0).view(2, 4) + 100 * mesh.rank
-        model.weight = nn.Parameter(whole[:, ::2])
-        model.register_buffer("statistics", whole[:, 1::2])
-        compose(mesh, DataParallel(mesh, "dp")).broadcast(model)
-        assert whole.equal(torch.arange(8.0).view(2, 4))
+@on_mesh(dp=2)
+def test_broadcast_of_strided_tensors_is_whole(mesh: ProcessGroupMesh):
+    model = nn.Module()
+    whole = torch.arange(8.0).view(2, 4) + 100 * mesh.rank
+    model.weight = nn.Parameter(whole[:, ::2])
+    model.register_buffer("statistics", whole[:, 1::2])
+    compose(mesh, DataParallel(mesh, "dp")).broadcast(model)
+    assert whole.equal(torch.arange(8.0).view(2, 4))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-@on_ranks(4)
-def test_unequal_rows_raise_in_the_first_step(kind: type[DataParallel | ShardedDataParallel]):
-    with ProcessGroupMesh(dp=2, cp=2) as mesh:
-        codes, target = batch(0)
-        expected = TinyGPT(layers=1)
-        loss_of(expected(codes), target).backward()
-        together = compose(mesh, kind(mesh, "dp", "cp"))
-        model = together.apply(TinyGPT(layers=1))
+@on_mesh(dp=2, cp=2)
+def test_unequal_rows_raise_in_the_first_step(mesh: ProcessGroupMesh, kind: type[DataParallel | ShardedDataParallel]):
+    codes, target = batch(0)
+    expected = TinyGPT(layers=1)
+    loss_of(expected(codes), target).backward()
+    together = compose(mesh, kind(mesh, "dp", "cp"))
+    model = together.apply(TinyGPT(layers=1))
 
-        def learn(rows: slice) -> None:
-            loss_of(model(codes[rows]), target[rows]).backward()
+    def learn(rows: slice) -> None:
+        loss_of(model(codes[rows]), target[rows]).backward()
 
-        with torch.no_grad():
-            model(codes[: 1 + mesh.rank])  # nothing is averaged
-        model.eval()
-        model(codes[: 1 + mesh.rank])
-        model.train()
-        found = "2 on ranks 0, 1, 2; 3 on rank 3"
-        message = needs(kind.__name__, "rows", "dp=2 x cp=2", found, SHARE, UNEQUAL)
-        assert_raises(ShapeError, lambda: learn(slice(2 + (mesh.rank == 3))), message)
-        learn(slice(mesh.rank * 2, mesh.rank * 2 + 2))  # after the error
-        assert_same("even", gradients_of(model), gradients_of(expected))
-        learn(slice(1 + mesh.rank))  # only the first step is compared
-        assert_raises(ShapeError, lambda: together.check_inputs(codes[: 2 + (mesh.rank == 3)]), message)
-        together.check_inputs((codes[:2], target[: 1 + mesh.rank]))  # the first tensor counts
-        check_sums(groups_of(mesh))
+    with torch.no_grad():
+        model(codes[: 1 + mesh.rank])  # nothing is averaged
+    model.eval()
+    model(codes[: 1 + mesh.rank])
+    model.train()
+    found = "2 on ranks 0, 1, 2; 3 on rank 3"
+    message = needs(kind.__name__, "rows", "dp=2 x cp=2", found, SHARE, UNEQUAL)
+    assert_raises(ShapeError, lambda: learn(slice(2 + (mesh.rank == 3))), message)
+    learn(slice(mesh.rank * 2, mesh.rank * 2 + 2))  # after the error
+    assert_same("even", gradients_of(model), gradients_of(expected))
+    learn(slice(1 + mesh.rank))  # only the first step is compared
+    assert_raises(ShapeError, lambda: together.check_inputs(codes[: 2 + (mesh.rank == 3)]), message)
+    together.check_inputs((codes[:2], target[: 1 + mesh.rank]))  # the first tensor counts
 
 
 UNEQUAL_BATCHES = [
@@ -228,62 +219,56 @@ def test_unequal_batches_along_each_axis_raise(kind: str, sizes: Any, who: str, 
             assert_raises(ShapeError, lambda: together.check_inputs(()), needs(who, unit, axes, there_are, *calls))
 
 
-@on_ranks(2)
-def test_inputs_are_compared_over_gloo_on_any_device():
+@on_mesh(dp=2)
+def test_inputs_are_compared_over_gloo_on_any_device(mesh: ProcessGroupMesh):
     """A stand-in for a GPU: weights and inputs on the device meta, and a group of another backend by its name."""
-    with ProcessGroupMesh(dp=2) as mesh:
-        mesh.configure("dp", backend="cpu:gloo")
-        group = mesh.group("dp")
-        with mock.patch("torch.distributed.all_gather_object", side_effect=dist.all_gather_object) as gather:
-            torch.manual_seed(0)
-            together = compose(mesh, Rows(mesh, "dp"))
-            model = together.apply(nn.Linear(4, 1))
-            model.to("meta")
-            model(torch.ones(2, 4, device="meta"))
-            with pytest.raises(ShapeError, match="2 on rank 0; 3 on rank 1"):
-                together.check_inputs(torch.ones(2 + mesh.rank, 4, device="meta"))
-        used = [call.kwargs["group"] for call in gather.call_args_list]
-        assert [dist.get_backend(each) for each in used] == ["gloo"] * 3
-        assert group not in used
-        check_sums(groups_of(mesh))
+    mesh.configure("dp", backend="cpu:gloo")
+    group = mesh.group("dp")
+    with mock.patch("torch.distributed.all_gather_object", side_effect=dist.all_gather_object) as gather:
+        torch.manual_seed(0)
+        together = compose(mesh, Rows(mesh, "dp"))
+        model = together.apply(nn.Linear(4, 1))
+        model.to("meta")
+        model(torch.ones(2, 4, device="meta"))
+        with pytest.raises(ShapeError, match="2 on rank 0; 3 on rank 1"):
+            together.check_inputs(torch.ones(2 + mesh.rank, 4, device="meta"))
+    used = [call.kwargs["group"] for call in gather.call_args_list]
+    assert [dist.get_backend(each) for each in used] == ["gloo"] * 3
+    assert group not in used
 
 
-@on_ranks(4)
-def test_different_inputs_along_tensor_parallel_axis_raise():
+@on_mesh(other=2, dp=2)
+def test_different_inputs_along_tensor_parallel_axis_raise(mesh: ProcessGroupMesh):
     """A sampler that counts ranks of the world gives ranks along tp other rows."""
-    with ProcessGroupMesh(other=2, dp=2) as mesh:
-        together = compose(mesh, *methods_of("tp, fsdp", mesh))
-        model = together.apply(model_of("tp, fsdp"))
-        inputs = torch.arange(16).view(2, 8) + mesh.rank
-        with pytest.raises(ShapeError) as caught:
-            model(inputs)
-        assert str(caught.value) == (
-            "TensorParallel needs the same inputs on each rank along other=2, but those of rank 0 and of rank 2 "
-            "differ.\n\n"
-            "  DistributedSampler(dataset, num_replicas=together.num_replicas, rank=together.rank)\n"
-            "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
-        )
-        model(torch.arange(16).view(2, 8) + together.rank)
-        check_sums(groups_of(mesh))
+    together = compose(mesh, *methods_of("tp, fsdp", mesh))
+    model = together.apply(model_of("tp, fsdp"))
+    inputs = torch.arange(16).view(2, 8) + mesh.rank
+    with pytest.raises(ShapeError) as caught:
+        model(inputs)
+    assert str(caught.value) == (
+        "TensorParallel needs the same inputs on each rank along other=2, but those of rank 0 and of rank 2 "
+        "differ.\n\n"
+        "  DistributedSampler(dataset, num_replicas=together.num_replicas, rank=together.rank)\n"
+        "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
+    )
+    model(torch.arange(16).view(2, 8) + together.rank)
 
 
-@on_ranks(4)
-def test_whole_sequences_on_each_rank_raise_until_cut():
+@on_mesh(dp=2, cp=2)
+def test_whole_sequences_on_each_rank_raise_until_cut(mesh: ProcessGroupMesh):
     """A sampler gives all ranks along cp the same rows."""
-    with ProcessGroupMesh(dp=2, cp=2) as mesh:
-        context = ContextParallel(mesh, "cp")
-        together = compose(mesh, DataParallel(mesh, "dp"), context)
-        model, rows = together.apply(TinyGPT(layers=1)), batch(0)[0][together.rank :: together.num_replicas]
-        with pytest.raises(ShapeError) as caught:
-            model(rows)
-        assert str(caught.value) == (
-            "all ranks along cp=2 have the same inputs, but ContextParallel needs another part of each sequence on "
-            "each: attention would run over copies.\n\n"
-            "  together.share(batch)   # cuts rows and positions of a batch that all ranks have\n"
-            "  together.cut(batch)   # cuts positions of the rows that a sampler has given this rank"
-        )
-        positions = torch.arange(rows.size(1)).expand(len(rows), -1)
-        found = model(**together.cut({"x": rows, "positions": positions}))
-        torch.testing.assert_close(found, context.cut(TinyGPT(layers=1)(rows)))
-        together.apply(TinyGPT(layers=1))(torch.zeros(2, 4, dtype=torch.int64))  # padding alone
-        check_sums(groups_of(mesh))
+    context = ContextParallel(mesh, "cp")
+    together = compose(mesh, DataParallel(mesh, "dp"), context)
+    model, rows = together.apply(TinyGPT(layers=1)), batch(0)[0][together.rank :: together.num_replicas]
+    with pytest.raises(ShapeError) as caught:
+        model(rows)
+    assert str(caught.value) == (
+        "all ranks along cp=2 have the same inputs, but ContextParallel needs another part of each sequence on "
+        "each: attention would run over copies.\n\n"
+        "  together.share(batch)   # cuts rows and positions of a batch that all ranks have\n"
+        "  together.cut(batch)   # cuts positions of the rows that a sampler has given this rank"
+    )
+    positions = torch.arange(rows.size(1)).expand(len(rows), -1)
+    found = model(**together.cut({"x": rows, "positions": positions}))
+    torch.testing.assert_close(found, context.cut(TinyGPT(layers=1)(rows)))
+    together.apply(TinyGPT(layers=1))(torch.zeros(2, 4, dtype=torch.int64))  # padding alone

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel, compose
+from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import Weights
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, optimizer_of, weights_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
@@ -30,23 +31,22 @@ def replaced_by_hand(model: nn.Module) -> None:
     owner.weight = nn.Parameter(owner.weight.detach().clone())
 
 
-@on_ranks(2)
-def test_replaced_parameters_of_ddp_raise():
+@on_mesh(dp=2)
+def test_replaced_parameters_of_ddp_raise(mesh: ProcessGroupMesh):
     """Those of sharded modules are averaged."""
-    with ProcessGroupMesh(dp=2) as mesh:
-        together, (codes, target) = compose(mesh, DataParallel(mesh, "dp")), batch(0)
-        for replace, steps_before in itertools.product((replaced_by_loading, replaced_by_hand), (0, 3)):
-            model = together.apply(TinyGPT(layers=1))
-            for _ in range(steps_before):
-                model(together.share(codes)).sum().backward()
-            replace(model)
-            with pytest.raises(MethodError, match="was replaced after apply: ranks would not average its gradients"):
-                model(together.share(codes))
-        model, alone = compose(mesh, ShardedDataParallel(mesh, "dp")).apply(TinyGPT(layers=1)), TinyGPT(layers=1)
-        replaced_by_loading(model)
-        loss_of(model(together.share(codes)), together.share(target)).backward()
-        loss_of(alone(codes), target).backward()
-        assert_same("gradients", gradients_of(model), gradients_of(alone))
+    together, (codes, target) = compose(mesh, DataParallel(mesh, "dp")), batch(0)
+    for replace, steps_before in itertools.product((replaced_by_loading, replaced_by_hand), (0, 3)):
+        model = together.apply(TinyGPT(layers=1))
+        for _ in range(steps_before):
+            model(together.share(codes)).sum().backward()
+        replace(model)
+        with pytest.raises(MethodError, match="was replaced after apply: ranks would not average its gradients"):
+            model(together.share(codes))
+    model, alone = compose(mesh, ShardedDataParallel(mesh, "dp")).apply(TinyGPT(layers=1)), TinyGPT(layers=1)
+    replaced_by_loading(model)
+    loss_of(model(together.share(codes)), together.share(target)).backward()
+    loss_of(alone(codes), target).backward()
+    assert_same("gradients", gradients_of(model), gradients_of(alone))
 
 
 def two_of_one(model: nn.Module, x: torch.Tensor) -> None:
@@ -129,40 +129,38 @@ def test_pipeline_loss_with_weights_raises(mesh: ProcessGroupMesh):
 
 @needs_pipelines
 @pytest.mark.parametrize("kind", ["data", "pipeline"])
-@on_ranks(4)
-def test_optimizer_of_other_weights_raises_in_first_step(kind: str):
+@on_mesh(other=2, dp=2)
+def test_optimizer_of_other_weights_raises_in_first_step(mesh: ProcessGroupMesh, kind: str):
     """Until they are of a module that a composition, or another one, has applied."""
-    with ProcessGroupMesh(other=2, dp=2) as mesh:
-        loss, (codes, target) = Loss(), batch(0)
-        if kind == "data":
-            methods = [DataParallel(mesh, "dp", "other")]
-        else:
-            stages = gpt_stages(mesh, "other", loss=lambda output, labels: loss(output, labels))
-            methods = [stages, DataParallel(mesh, "dp")]
-        together = compose(mesh, *methods)
-        model = together.apply(TinyGPT(layers=2))
-        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-        codes, target = together.share(codes), together.share(target)
+    loss, (codes, target) = Loss(), batch(0)
+    if kind == "data":
+        methods = [DataParallel(mesh, "dp", "other")]
+    else:
+        stages = gpt_stages(mesh, "other", loss=lambda output, labels: loss(output, labels))
+        methods = [stages, DataParallel(mesh, "dp")]
+    together = compose(mesh, *methods)
+    model = together.apply(TinyGPT(layers=2))
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    codes, target = together.share(codes), together.share(target)
 
-        def backward(loss: Callable[..., torch.Tensor]) -> None:
-            model.step(codes, target=target) if kind == "pipeline" else loss(model(codes), target).backward()
+    def backward(loss: Callable[..., torch.Tensor]) -> None:
+        model.step(codes, target=target) if kind == "pipeline" else loss(model(codes), target).backward()
 
-        backward(loss)
-        for _ in range(2):
-            with pytest.raises(MethodError) as caught:
-                optimizer.step()
-            assert str(caught.value).startswith("the optimizer has 1 parameter of no module that apply returned")
-        if kind == "data":
-            variables = {"together": together, "other": loss}
-            exec(str(caught.value).splitlines()[-2].strip(), variables)
-            loss = variables["other"]
-            another = compose(mesh, DataParallel(mesh, "dp", "other")).apply(small())
-            trained = [weight for module in (model, loss, another) for weight in module.parameters()]
-            optimizer = torch.optim.SGD(trained, lr=0.1)
-            backward(loss)
-            another(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    backward(loss)
+    for _ in range(2):
+        with pytest.raises(MethodError) as caught:
             optimizer.step()
-        check_sums(groups_of(mesh))
+        assert str(caught.value).startswith("the optimizer has 1 parameter of no module that apply returned")
+    if kind == "data":
+        variables = {"together": together, "other": loss}
+        exec(str(caught.value).splitlines()[-2].strip(), variables)
+        loss = variables["other"]
+        another = compose(mesh, DataParallel(mesh, "dp", "other")).apply(small())
+        trained = [weight for module in (model, loss, another) for weight in module.parameters()]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        backward(loss)
+        another(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
 
 
 def test_method_in_two_compositions_raises(mesh: ProcessGroupMesh):
@@ -212,78 +210,74 @@ def test_mean_counts_more_tokens_than_float16_can(mesh: ProcessGroupMesh):
     assert mean.item() == pytest.approx(60_000 / 70_000, rel=1e-3)
 
 
-@on_ranks(2)
-def test_clipping_raises_everywhere_if_norm_is_nan():
+@on_mesh(tp=2)
+def test_clipping_raises_everywhere_if_norm_is_nan(mesh: ProcessGroupMesh):
     """One rank has it; the gradients stay."""
-    with ProcessGroupMesh(tp=2) as mesh:
-        together = compose(mesh, Weights(mesh, "tp"))
-        model = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False)))
-        model[0].weight.grad = torch.full_like(model[0].weight, math.nan if mesh.rank else 9.0)
-        with pytest.raises(MethodError, match=r"the norm of order 2\.0 of the gradients is nan"):
-            together.clip_grad_norm_(1.0, error_if_nonfinite=True)
-        assert mesh.rank or (model[0].weight.grad == 9.0).all()
-        assert together.clip_grad_norm_(1.0).isnan()
+    together = compose(mesh, Weights(mesh, "tp"))
+    model = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    model[0].weight.grad = torch.full_like(model[0].weight, math.nan if mesh.rank else 9.0)
+    with pytest.raises(MethodError, match=r"the norm of order 2\.0 of the gradients is nan"):
+        together.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert mesh.rank or (model[0].weight.grad == 9.0).all()
+    assert together.clip_grad_norm_(1.0).isnan()
 
 
-@on_ranks(4)
-def test_second_model_is_mean_of_weights():
+@on_mesh(pp=2, dp=2)
+def test_second_model_is_mean_of_weights(mesh: ProcessGroupMesh):
     """As the page has it."""
-    with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        methods, build = [gpt_stages(mesh), ShardedDataParallel(mesh, "dp")], partial(TinyGPT, layers=2)
-        together = compose(mesh, *methods)
-        model, average = together.apply(build()), together.apply(build(seed=1).requires_grad_(False))
-        alone = build()
-        expected = {name: weight.detach().clone() for name, weight in alone.named_parameters()}
-        optimizers = [optimizer_of(each.parameters()) for each in (model, alone)]
-        for step in range(2):
-            codes, target = batch(step)
-            loss_of(alone(codes), target).backward()
-            model.step(together.share(codes), target=together.share(target))
-            nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-            together.clip_grad_norm_(0.1)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            with torch.no_grad():
-                for mean, weight in zip(average.parameters(), model.parameters()):
-                    mean.lerp_(weight, 0.1 if step else 1.0)
-                for name, weight in alone.named_parameters():
-                    expected[name].lerp_(weight, 0.1 if step else 1.0)
-        assert_same("means", weights_of(average), expected)
-
-
-@on_ranks(2)
-def test_parameter_added_after_apply_raises_in_first_step():
-    with ProcessGroupMesh(dp=2) as mesh:
-        for data in (DataParallel, ShardedDataParallel):
-            model = compose(mesh, data(mesh, "dp")).apply(TinyGPT(layers=1))
-            inner = getattr(model, "module", model)
-            inner.blocks[0].adapter = nn.Linear(2, 2)
-            with pytest.raises(MethodError, match=r"blocks\.0\.adapter\.weight was added to the module after apply"):
-                model(batch(0)[0])
-
-
-@on_ranks(2)
-def test_evaluation_pass_hides_no_sharded_parameters():
-    with ProcessGroupMesh(dp=2) as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-        model, plain = together.apply(TinyGPT(layers=1)), TinyGPT(layers=1)
-        codes, target = batch(0)
+    methods, build = [gpt_stages(mesh), ShardedDataParallel(mesh, "dp")], partial(TinyGPT, layers=2)
+    together = compose(mesh, *methods)
+    model, average = together.apply(build()), together.apply(build(seed=1).requires_grad_(False))
+    alone = build()
+    expected = {name: weight.detach().clone() for name, weight in alone.named_parameters()}
+    optimizers = [optimizer_of(each.parameters()) for each in (model, alone)]
+    for step in range(2):
+        codes, target = batch(step)
+        loss_of(alone(codes), target).backward()
+        model.step(together.share(codes), target=together.share(target))
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        together.clip_grad_norm_(0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
-            model(together.share(codes))
-        together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+            for mean, weight in zip(average.parameters(), model.parameters()):
+                mean.lerp_(weight, 0.1 if step else 1.0)
+            for name, weight in alone.named_parameters():
+                expected[name].lerp_(weight, 0.1 if step else 1.0)
+    assert_same("means", weights_of(average), expected)
+
+
+@on_mesh(dp=2)
+def test_parameter_added_after_apply_raises_in_first_step(mesh: ProcessGroupMesh):
+    for data in (DataParallel, ShardedDataParallel):
+        model = compose(mesh, data(mesh, "dp")).apply(TinyGPT(layers=1))
+        inner = getattr(model, "module", model)
+        inner.blocks[0].adapter = nn.Linear(2, 2)
+        with pytest.raises(MethodError, match=r"blocks\.0\.adapter\.weight was added to the module after apply"):
+            model(batch(0)[0])
+
+
+@on_mesh(dp=2)
+def test_evaluation_pass_hides_no_sharded_parameters(mesh: ProcessGroupMesh):
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    model, plain = together.apply(TinyGPT(layers=1)), TinyGPT(layers=1)
+    codes, target = batch(0)
+    with torch.no_grad():
         model(together.share(codes))
-        with pytest.raises(MethodError, match="after a forward pass without a backward pass"):
-            together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(together.share(codes))
+    with pytest.raises(MethodError, match="after a forward pass without a backward pass"):
         together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-        model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # changes the names of parameters, not the parameters
-        loss_of(model(together.share(codes)), together.share(target)).backward()
-        loss_of(plain(codes), target).backward()
-        with torch.no_grad():
-            model(together.share(codes))
-        norms = together.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        torch.testing.assert_close(*norms)
-        assert_same("clipped gradients", gradients_of(model), gradients_of(plain))
+    together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # changes the names of parameters, not the parameters
+    loss_of(model(together.share(codes)), together.share(target)).backward()
+    loss_of(plain(codes), target).backward()
+    with torch.no_grad():
+        model(together.share(codes))
+    norms = together.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(*norms)
+    assert_same("clipped gradients", gradients_of(model), gradients_of(plain))
 
 
 def test_mean_takes_tokens_or_losses_of_a_step(mesh: ProcessGroupMesh):

@@ -17,6 +17,7 @@ from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
 from tests.support import parallel_models
 from tests.support.fake_world import fake_rank
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, loss_of, train_alone
 from tests.support.worlds import check_sums, on_ranks
 
@@ -70,25 +71,23 @@ def test_cut_attention_is_whole_attention(shape, ranks, axes):
         check_sums({"cp": (mesh.group(*axes), mesh.ranks(*axes))})
 
 
-@on_ranks(2)
-def test_ring_takes_heads_as_last_dimension_in_memory():
-    with ProcessGroupMesh(cp=2) as mesh:
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(2, 8, 4, 3, dtype=torch.float64).permute(0, 3, 1, 2) for _ in range(3))
-        mine = [each.chunk(2, 2)[mesh.rank].clone() for each in (q, k, v)]  # clone keeps the order in memory
-        out = ring.ring_attention(*mine, mesh.group("cp"), balanced=False)
-        right = scaled_dot_product_attention(q, k, v).chunk(2, 2)[mesh.rank]
-        torch.testing.assert_close(out, right, **TOLERANCE)
+@on_mesh(cp=2)
+def test_ring_takes_heads_as_last_dimension_in_memory(mesh: ProcessGroupMesh):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 8, 4, 3, dtype=torch.float64).permute(0, 3, 1, 2) for _ in range(3))
+    mine = [each.chunk(2, 2)[mesh.rank].clone() for each in (q, k, v)]  # clone keeps the order in memory
+    out = ring.ring_attention(*mine, mesh.group("cp"), balanced=False)
+    right = scaled_dot_product_attention(q, k, v).chunk(2, 2)[mesh.rank]
+    torch.testing.assert_close(out, right, **TOLERANCE)
 
 
-@on_ranks(4)
-def test_torch_context_parallel_takes_groups_of_a_mesh():
+@on_mesh(dp=2, cp=2)
+def test_torch_context_parallel_takes_groups_of_a_mesh(mesh: ProcessGroupMesh):
     """torch's context_parallel, with the mesh's group; its attention has no kernel for the CPU."""
-    with ProcessGroupMesh(dp=2, cp=2) as mesh:
-        whole = torch.arange(32).view(2, 16)
-        cut = whole.clone()
-        with context_parallel(mesh.device_mesh("cp"), buffers=[cut], buffer_seq_dims=[1]):
-            assert cut.equal(ContextParallel(mesh, "cp").cut(whole))
+    whole = torch.arange(32).view(2, 16)
+    cut = whole.clone()
+    with context_parallel(mesh.device_mesh("cp"), buffers=[cut], buffer_seq_dims=[1]):
+        assert cut.equal(ContextParallel(mesh, "cp").cut(whole))
 
 
 @pytest.fixture
@@ -199,15 +198,14 @@ def given_and_plain() -> TinyGPT:
     return model
 
 
-@on_ranks(2)
-def test_partial_of_attention_is_replaced():
-    with ProcessGroupMesh(dp=1, cp=2) as mesh:
-        context = ContextParallel(mesh, "cp")
-        together = compose(mesh, DataParallel(mesh, "dp"), context)
-        model = together.apply(given_and_plain())
-        codes, target = (together.share(each) for each in batch(0))
-        loss_of(model(codes, positions=context.positions(2 * codes.size(1))), target).backward()
-        assert_same("gradients", parallel_models.gradients_of(model), train_alone(given_and_plain()).gradients[0])
+@on_mesh(dp=1, cp=2)
+def test_partial_of_attention_is_replaced(mesh: ProcessGroupMesh):
+    context = ContextParallel(mesh, "cp")
+    together = compose(mesh, DataParallel(mesh, "dp"), context)
+    model = together.apply(given_and_plain())
+    codes, target = (together.share(each) for each in batch(0))
+    loss_of(model(codes, positions=context.positions(2 * codes.size(1))), target).backward()
+    assert_same("gradients", parallel_models.gradients_of(model), train_alone(given_and_plain()).gradients[0])
 
 
 def test_attention_of_program_may_be_called_by_name(mesh):

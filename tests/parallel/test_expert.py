@@ -27,6 +27,7 @@ from pgmesh.parallel import (
 )
 from tests.support.expert_models import EXPERTS, TOP_K, Expert, StackedExperts, expert_layer, expert_model
 from tests.support.host_syncs import host_syncs
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import (
     WIDTH,
     assert_same,
@@ -87,37 +88,36 @@ def test_mix_over_ranks_equals_mix_on_one(sizes, over, stacked):
         assert_same("experts", scaled, truth)
 
 
-@on_ranks(4)
-def test_expert_layer_syncs_once_and_reduces_once():
+@on_mesh(edp=2, ep=2)
+def test_expert_layer_syncs_once_and_reduces_once(mesh: ProcessGroupMesh):
     """Host syncs, and all-reduces of gradients, of one layer forward and backward."""
-    with ProcessGroupMesh(edp=2, ep=2) as mesh:
-        layer, tokens = expert_layer(EXPERTS), torch.randn(8, WIDTH, requires_grad=True)
-        compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep")).apply(layer)
-        for weight in (each.up.bias for each in layer.experts.values()):
-            weight.data = weight.data.double()  # two dtypes
-        for each in layer.experts.values():
-            each.forward = lambda rows, each=each: each.down(rows @ each.up.weight.T + each.up.bias.float())
-        with host_syncs() as routing:
-            routes = Router(WIDTH, EXPERTS, TOP_K)(tokens)
-            routes.balance.backward(retain_graph=True)
-        summed, all_reduce = [], dist.all_reduce
-        dist.all_reduce = lambda tensor, *args, **keywords: (
-            summed.append((tensor.dtype, tensor.numel())),
-            all_reduce(tensor, *args, **keywords),
-        )
-        try:
-            with host_syncs() as forward:
-                out = layer.mix(tokens, routes.weights, routes.chosen, layer.experts)
-            summed.clear()
-            with host_syncs() as backward:
-                out.sum().backward()
-        finally:
-            dist.all_reduce = all_reduce
-        sizes_of = dict.fromkeys((torch.float32, torch.float64), 0)
-        for weight in layer.experts.parameters():
-            sizes_of[weight.dtype] += weight.numel()
-        assert (routing, forward, backward) == ([], ["tolist"], [])
-        assert sorted(summed, key=str) == sorted(sizes_of.items(), key=str)  # one for each dtype
+    layer, tokens = expert_layer(EXPERTS), torch.randn(8, WIDTH, requires_grad=True)
+    compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep")).apply(layer)
+    for weight in (each.up.bias for each in layer.experts.values()):
+        weight.data = weight.data.double()  # two dtypes
+    for each in layer.experts.values():
+        each.forward = lambda rows, each=each: each.down(rows @ each.up.weight.T + each.up.bias.float())
+    with host_syncs() as routing:
+        routes = Router(WIDTH, EXPERTS, TOP_K)(tokens)
+        routes.balance.backward(retain_graph=True)
+    summed, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda tensor, *args, **keywords: (
+        summed.append((tensor.dtype, tensor.numel())),
+        all_reduce(tensor, *args, **keywords),
+    )
+    try:
+        with host_syncs() as forward:
+            out = layer.mix(tokens, routes.weights, routes.chosen, layer.experts)
+        summed.clear()
+        with host_syncs() as backward:
+            out.sum().backward()
+    finally:
+        dist.all_reduce = all_reduce
+    sizes_of = dict.fromkeys((torch.float32, torch.float64), 0)
+    for weight in layer.experts.parameters():
+        sizes_of[weight.dtype] += weight.numel()
+    assert (routing, forward, backward) == ([], ["tolist"], [])
+    assert sorted(summed, key=str) == sorted(sizes_of.items(), key=str)  # one for each dtype
 
 
 def in_half_precision(grouped_mm):
@@ -265,14 +265,13 @@ def test_sharded_experts_take_their_part_of_memory(edp, stacked):
         assert sum(storages.values()) / (4 * whole / moe.size()) <= 1.05
 
 
-@on_ranks(4)
-def test_experts_are_sharded_across_replicas_if_asked():
+@on_mesh(node=2, dp=2)
+def test_experts_are_sharded_across_replicas_if_asked(mesh: ProcessGroupMesh):
     """Four ranks, as two nodes of two: experts are copied between nodes, as all other weights."""
-    with ProcessGroupMesh(node=2, dp=2) as mesh:
-        for ways, sharded in (({}, (2,)), ({"replicate": "node"}, (2, 1))):
-            data = ShardedDataParallel(mesh, "node", "dp", **ways)
-            model = compose(mesh, data, ExpertParallel(mesh, "dp")).apply(expert_model())
-            assert {each.device_mesh.shape for each in model.blocks[0].experts.parameters()} == {sharded}
+    for ways, sharded in (({}, (2,)), ({"replicate": "node"}, (2, 1))):
+        data = ShardedDataParallel(mesh, "node", "dp", **ways)
+        model = compose(mesh, data, ExpertParallel(mesh, "dp")).apply(expert_model())
+        assert {each.device_mesh.shape for each in model.blocks[0].experts.parameters()} == {sharded}
 
 
 def assign(model: nn.Module) -> nn.Module:
@@ -290,18 +289,17 @@ CHANGES: dict[str, Callable[[Any], Any]] = {"assign": assign, "copy": copy.deepc
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@on_ranks(4)
-def test_experts_stay_experts_after_each_change(change: str) -> None:
+@on_mesh(ep=4)
+def test_experts_stay_experts_after_each_change(mesh: ProcessGroupMesh, change: str) -> None:
     """Experts lie on the four ranks, which read the same tokens."""
-    with ProcessGroupMesh(ep=4) as mesh:
-        together = compose(mesh, ExpertParallel(mesh, "ep"), unowned=["ep"])
-        model = CHANGES[change](together.apply(expert_model()))
-        if change == "copy":
-            with pytest.raises(MethodError, match="returned 1 module, and none"):
-                together.grad_norm(module=model)
-            codes, target = batch(0)
-            loss_of(model(codes), target).backward()
-            assert_same("gradients", gradients_of(model), train_alone(expert_model(), steps=1).gradients[0])
-        else:
-            found = train_parallel(model, together.share, clip=lambda: together.clip_grad_norm_(1.0))
-            assert_same_run(found, train_alone(expert_model(), clip=1.0))
+    together = compose(mesh, ExpertParallel(mesh, "ep"), unowned=["ep"])
+    model = CHANGES[change](together.apply(expert_model()))
+    if change == "copy":
+        with pytest.raises(MethodError, match="returned 1 module, and none"):
+            together.grad_norm(module=model)
+        codes, target = batch(0)
+        loss_of(model(codes), target).backward()
+        assert_same("gradients", gradients_of(model), train_alone(expert_model(), steps=1).gradients[0])
+    else:
+        found = train_parallel(model, together.share, clip=lambda: together.clip_grad_norm_(1.0))
+        assert_same_run(found, train_alone(expert_model(), clip=1.0))

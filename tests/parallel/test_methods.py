@@ -22,6 +22,7 @@ from pgmesh.parallel import (
     mlp_plan,
 )
 from tests.support.fake_world import fake_rank
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import (
     TinyGPT,
     assert_same,
@@ -46,9 +47,10 @@ def held(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-@on_ranks(4)
-def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | type[ShardedDataParallel]):
-    mesh = ProcessGroupMesh(dp=4)
+@on_mesh(dp=4)
+def test_gradients_accumulate_and_are_averaged_once(
+    mesh: ProcessGroupMesh, kind: type[DataParallel] | type[ShardedDataParallel]
+):
     data = kind(mesh, "dp")
     module = data.apply(TinyGPT())
     codes, target = map(compose(mesh, data).share, batch(0))
@@ -92,9 +94,8 @@ class Mixture(nn.Module):
         return self.mix(self.dense(rows), torch.ones(chosen.shape), chosen, self.experts)
 
 
-@on_ranks(2)
-def test_ddp_broadcasts_all_buffers_except_of_experts():
-    mesh = ProcessGroupMesh(dp=2)
+@on_mesh(dp=2)
+def test_ddp_broadcasts_all_buffers_except_of_experts(mesh: ProcessGroupMesh):
     rows = torch.ones(4, 2)
     for frozen in (False, True):  # DDP takes no frozen module, so DataParallel broadcasts that one itself
         together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(mesh, "dp"))
@@ -106,7 +107,6 @@ def test_ddp_broadcasts_all_buffers_except_of_experts():
             of_dense, of_expert = (each for _, each in model.named_buffers())
             assert (of_dense.item(), of_expert.item()) == (mesh.index("dp") * frozen * step, mesh.index("dp"))
             of_dense.fill_(mesh.index("dp"))
-    check_sums(groups_of(mesh))
 
 
 @on_ranks(2)
@@ -148,37 +148,34 @@ def test_sharding_along_one_two_or_replicated_axes():
         assert groups == [mesh.group("dp", "cp"), mesh.group("tp")]
 
 
-@on_ranks(4)
-def test_gradients_in_bfloat16_are_reduced_in_32_bits():
+@on_mesh(dp=4)
+def test_gradients_in_bfloat16_are_reduced_in_32_bits(mesh: ProcessGroupMesh):
     """The mean is no number of bfloat16: it is exact unless the policy asks for bfloat16."""
-    with ProcessGroupMesh(dp=4) as mesh:
-        for asked in (None, torch.bfloat16):
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=asked)
-            together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy))
-            torch.manual_seed(0)
-            model = together.apply(nn.Linear(4, 4, bias=False))
-            model(torch.full((1, 4), 4.0 if mesh.rank else 2**-6)).sum().backward()
-            is_exact = full_tensor(model.weight.grad) == (3 * 4 + 2**-6) / 4
-            assert is_exact.all() if asked is None else not is_exact.any()
+    for asked in (None, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=asked)
+        together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy))
+        torch.manual_seed(0)
+        model = together.apply(nn.Linear(4, 4, bias=False))
+        model(torch.full((1, 4), 4.0 if mesh.rank else 2**-6)).sum().backward()
+        is_exact = full_tensor(model.weight.grad) == (3 * 4 + 2**-6) / 4
+        assert is_exact.all() if asked is None else not is_exact.any()
 
 
-@on_ranks(2)
-def test_resharding_and_offloading_are_passed_through():
+@on_mesh(dp=2)
+def test_resharding_and_offloading_are_passed_through(mesh: ProcessGroupMesh):
     """Both keywords are passed to fully_shard: layers are resharded after forward or not, with equal gradients."""
-    with ProcessGroupMesh(dp=2) as mesh:
-        (codes, target), right = batch(0), train_alone(TinyGPT(), steps=1).gradients[0]
-        for keep in (True, False):
-            policy = CPUOffloadPolicy(pin_memory=False)
-            method = ShardedDataParallel(mesh, "dp", reshard_after_forward=not keep, offload_policy=policy)
-            module = method.apply(TinyGPT())
-            together = compose(mesh, method)
-            loss = loss_of(module(together.share(codes)), together.share(target))
-            cut = {isinstance(weight, DTensor) for weight in module.blocks.parameters()}
-            assert cut == {not keep}
-            assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
-            loss.backward()
-            assert_same("gradients", gradients_of(module), right)
-        check_sums(groups_of(mesh))
+    (codes, target), right = batch(0), train_alone(TinyGPT(), steps=1).gradients[0]
+    for keep in (True, False):
+        policy = CPUOffloadPolicy(pin_memory=False)
+        method = ShardedDataParallel(mesh, "dp", reshard_after_forward=not keep, offload_policy=policy)
+        module = method.apply(TinyGPT())
+        together = compose(mesh, method)
+        loss = loss_of(module(together.share(codes)), together.share(target))
+        cut = {isinstance(weight, DTensor) for weight in module.blocks.parameters()}
+        assert cut == {not keep}
+        assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
+        loss.backward()
+        assert_same("gradients", gradients_of(module), right)
 
 
 class SharedLayers(nn.Module):
@@ -196,16 +193,15 @@ class SharedLayers(nn.Module):
         return self.last(self.first(codes))
 
 
-@on_ranks(2)
-def test_layers_that_share_weights_are_sharded_together():
-    with ProcessGroupMesh(dp=2) as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-        model, plain, codes = together.apply(SharedLayers()), SharedLayers(), torch.arange(8).view(4, 2)
-        assert model.first[0].weight is model.last[1].weight
-        assert [isinstance(layer, FSDPModule) for layer in (*model.first, model.last[1])] == [False, True, False]
-        model(together.share(codes)).square().mean().backward()
-        plain(codes).square().mean().backward()
-        assert_same("gradients", gradients_of(model), gradients_of(plain))
+@on_mesh(dp=2)
+def test_layers_that_share_weights_are_sharded_together(mesh: ProcessGroupMesh):
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    model, plain, codes = together.apply(SharedLayers()), SharedLayers(), torch.arange(8).view(4, 2)
+    assert model.first[0].weight is model.last[1].weight
+    assert [isinstance(layer, FSDPModule) for layer in (*model.first, model.last[1])] == [False, True, False]
+    model(together.share(codes)).square().mean().backward()
+    plain(codes).square().mean().backward()
+    assert_same("gradients", gradients_of(model), gradients_of(plain))
 
 
 def test_stages_share_weights_and_leave_the_module_unchanged():
@@ -227,22 +223,21 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
         assert not any(isinstance(each, nn.Module) and each is None for each in whole.children())
 
 
-@on_ranks(2)
-def test_parameters_unfrozen_after_apply_are_trained():
+@on_mesh(tp=2)
+def test_parameters_unfrozen_after_apply_are_trained(mesh: ProcessGroupMesh):
     """Norms are frozen when the method is applied, and trained afterwards. Parameters keep their attributes."""
-    with ProcessGroupMesh(tp=2) as mesh:
-        method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
-        together = compose(mesh, method)
-        model = TinyGPT(layers=2)
-        for weight in model.parameters():
-            weight.decay = 0.1
-        for layer in model.modules():
-            layer.requires_grad_(not isinstance(layer, nn.LayerNorm))
-        model = together.apply(model).requires_grad_(True)
-        assert all(weight.decay == 0.1 for weight in model.parameters())
-        with loss_parallel():
-            assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=2)))
-        assert model.norm.weight.grad.placements == model.norm.weight.placements
+    method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
+    together = compose(mesh, method)
+    model = TinyGPT(layers=2)
+    for weight in model.parameters():
+        weight.decay = 0.1
+    for layer in model.modules():
+        layer.requires_grad_(not isinstance(layer, nn.LayerNorm))
+    model = together.apply(model).requires_grad_(True)
+    assert all(weight.decay == 0.1 for weight in model.parameters())
+    with loss_parallel():
+        assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=2)))
+    assert model.norm.weight.grad.placements == model.norm.weight.placements
 
 
 def test_ready_plans_name_layers_into_and_out_of():

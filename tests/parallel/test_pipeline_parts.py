@@ -21,6 +21,7 @@ from pgmesh import MethodError, OptionsError, ProcessGroupMesh, torch_private
 from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, verify
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import last_call
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, batch, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.worlds import on_ranks
@@ -143,34 +144,32 @@ def test_layer_under_two_names_is_kept_under_each():
 
 
 @needs_pipelines
-@on_ranks(2)
-def test_copy_of_pipeline_that_ran_trains_alone():
-    with ProcessGroupMesh(pp=2) as mesh:
-        model, (codes, target) = gpt_stages(mesh).apply(tied_model()), batch(0)
-        model.step(codes, target=target)
-        duplicate = copy.deepcopy(model)
-        for each in (model, duplicate):
-            each.zero_grad()
-            each.step(codes, target=target)
-        for weight, same in zip(model.parameters(), duplicate.parameters(), strict=True):
-            assert weight is not same
-            torch.testing.assert_close(weight.grad, same.grad)
+@on_mesh(pp=2)
+def test_copy_of_pipeline_that_ran_trains_alone(mesh: ProcessGroupMesh):
+    model, (codes, target) = gpt_stages(mesh).apply(tied_model()), batch(0)
+    model.step(codes, target=target)
+    duplicate = copy.deepcopy(model)
+    for each in (model, duplicate):
+        each.zero_grad()
+        each.step(codes, target=target)
+    for weight, same in zip(model.parameters(), duplicate.parameters(), strict=True):
+        assert weight is not same
+        torch.testing.assert_close(weight.grad, same.grad)
 
 
 @needs_pipelines
-@on_ranks(2)
-def test_new_precision_makes_a_new_schedule():
-    with ProcessGroupMesh(pp=2) as mesh:
-        model, plain = gpt_stages(mesh).apply(tied_model().float()), tied_model().float()
-        codes, target = batch(0)
-        for kind in ("float", "autocast", "float", "double"):
-            if kind == "double":
-                model.double()
-                plain.double()
-            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
-                found = model.step(codes, target=target)
-                right = [loss_of(plain(a), b) for a, b in zip(codes.chunk(2), target.chunk(2))]
-            torch.testing.assert_close(found, right if mesh.index("pp") else [])
+@on_mesh(pp=2)
+def test_new_precision_makes_a_new_schedule(mesh: ProcessGroupMesh):
+    model, plain = gpt_stages(mesh).apply(tied_model().float()), tied_model().float()
+    codes, target = batch(0)
+    for kind in ("float", "autocast", "float", "double"):
+        if kind == "double":
+            model.double()
+            plain.double()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+            found = model.step(codes, target=target)
+            right = [loss_of(plain(a), b) for a, b in zip(codes.chunk(2), target.chunk(2))]
+        torch.testing.assert_close(found, right if mesh.index("pp") else [])
 
 
 @on_ranks(4)
@@ -306,16 +305,15 @@ def as_a_whole(layers: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
         (nn.ModuleDict, in_names_items_and_values),
     ],
 )
-@on_ranks(2)
-def test_loop_over_stage_layers_equals_one_process(kind: type[nn.Module], loop: Loop):
+@on_mesh(pp=2)
+def test_loop_over_stage_layers_equals_one_process(mesh: ProcessGroupMesh, kind: type[nn.Module], loop: Loop):
     """Two ranks with two stages each, against one process. Each stage compiles to one graph."""
-    with ProcessGroupMesh(pp=2) as mesh:
-        pipeline = stages_of(mesh, loss=mse_loss, schedule="interleaved", stages_per_rank=2)
-        rows, target = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        assert verify(compose(mesh, pipeline), lambda: Looping(kind, loop), [(rows, target)]) < 1e-12
-        torch.compiler.reset()
-        for stage in pipeline.cut(Looping(kind, loop)):
-            assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
+    pipeline = stages_of(mesh, loss=mse_loss, schedule="interleaved", stages_per_rank=2)
+    rows, target = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert verify(compose(mesh, pipeline), lambda: Looping(kind, loop), [(rows, target)]) < 1e-12
+    torch.compiler.reset()
+    for stage in pipeline.cut(Looping(kind, loop)):
+        assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
 
 
 def test_layers_of_other_stages_are_counted_and_none(mesh):

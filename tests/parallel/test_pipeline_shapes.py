@@ -29,9 +29,10 @@ from pgmesh.parallel.running import MAX_SCHEDULES
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
-from tests.support.worlds import check_sums, groups_of, on_ranks, world
+from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = needs_pipelines
 
@@ -232,33 +233,31 @@ LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
 
 
 @pytest.mark.parametrize("experts", [False, True])
-@on_ranks(4)
-def test_new_shapes_on_some_data_ranks_are_accepted(experts: bool):
-    with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        methods: list[Method] = [gpt_stages(mesh)]
-        if experts:
-            methods.append(ExpertParallel(mesh.view(pp=2, ep=2), "ep"))
-        together = compose(mesh, *methods, ShardedDataParallel(mesh, "dp"))
-        make = functools.partial(expert_model, layers=2) if experts else functools.partial(TinyGPT, layers=2)
-        model, plain = together.apply(make()), make()
-        for step, lengths in enumerate(LENGTHS):
-            shares = [
-                [each[rows, :length] for each in batch(step)]
-                for length, rows in zip(lengths, (slice(4), slice(4, 8)), strict=True)
-            ]
-            codes, target = shares[mesh.index("dp")]
-            for weight in (*model.parameters(), *plain.parameters()):
-                weight.grad = None
-            out = model(codes)
-            if out is not None:
-                right = torch.cat([plain(part) for part in codes.chunk(2)]).detach()
-                torch.testing.assert_close(out, right, rtol=0, atol=1e-12)
-            model.step(codes, target=target)
-            if not experts:  # the loss of their loads counts over ranks
-                for rows, wanted in shares:
-                    (loss_of(plain(rows), wanted) / 2).backward()
-                assert_same(f"gradients of step {step}", gradients_of(model), gradients_of(plain))
-        check_sums(groups_of(mesh))
+@on_mesh(pp=2, dp=2)
+def test_new_shapes_on_some_data_ranks_are_accepted(mesh: ProcessGroupMesh, experts: bool):
+    methods: list[Method] = [gpt_stages(mesh)]
+    if experts:
+        methods.append(ExpertParallel(mesh.view(pp=2, ep=2), "ep"))
+    together = compose(mesh, *methods, ShardedDataParallel(mesh, "dp"))
+    make = functools.partial(expert_model, layers=2) if experts else functools.partial(TinyGPT, layers=2)
+    model, plain = together.apply(make()), make()
+    for step, lengths in enumerate(LENGTHS):
+        shares = [
+            [each[rows, :length] for each in batch(step)]
+            for length, rows in zip(lengths, (slice(4), slice(4, 8)), strict=True)
+        ]
+        codes, target = shares[mesh.index("dp")]
+        for weight in (*model.parameters(), *plain.parameters()):
+            weight.grad = None
+        out = model(codes)
+        if out is not None:
+            right = torch.cat([plain(part) for part in codes.chunk(2)]).detach()
+            torch.testing.assert_close(out, right, rtol=0, atol=1e-12)
+        model.step(codes, target=target)
+        if not experts:  # the loss of their loads counts over ranks
+            for rows, wanted in shares:
+                (loss_of(plain(rows), wanted) / 2).backward()
+            assert_same(f"gradients of step {step}", gradients_of(model), gradients_of(plain))
 
 
 class NoSingleRow(nn.Linear):
@@ -273,23 +272,22 @@ def rejecting() -> nn.Module:
     return nn.Sequential(nn.Sequential(NoSingleRow(4, 4), nn.Linear(4, 4))).double()
 
 
-@on_ranks(2)
-def test_step_after_a_failed_step_adds_right_gradients():
-    with ProcessGroupMesh(pp=1, dp=2) as mesh:
-        pipeline = PipelineParallel(mesh, "pp", layers="0", loss=mse_loss, microbatches=2)
-        sharded = ShardedDataParallel(mesh, "dp", layers=lambda stage: [*stage[0]])
-        model, plain = compose(mesh, pipeline, sharded).apply(rejecting()), rejecting()
-        first, second = model.parts[0][0]
-        first.set_modules_to_forward_prefetch([second])
-        rows = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        mine = rows.chunk(2)[mesh.rank]
-        model.step(mine, target=mine)
-        with pytest.raises(RuntimeError, match="failed to run forward"):
-            model.step(mine[:2], target=mine[:2])
-        model.step(mine, target=mine)
-        (2 * mse_loss(plain(rows), rows)).backward()
-        found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
-        assert_same("gradients", found, gradients_of(plain))
+@on_mesh(pp=1, dp=2)
+def test_step_after_a_failed_step_adds_right_gradients(mesh: ProcessGroupMesh):
+    pipeline = PipelineParallel(mesh, "pp", layers="0", loss=mse_loss, microbatches=2)
+    sharded = ShardedDataParallel(mesh, "dp", layers=lambda stage: [*stage[0]])
+    model, plain = compose(mesh, pipeline, sharded).apply(rejecting()), rejecting()
+    first, second = model.parts[0][0]
+    first.set_modules_to_forward_prefetch([second])
+    rows = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine = rows.chunk(2)[mesh.rank]
+    model.step(mine, target=mine)
+    with pytest.raises(RuntimeError, match="failed to run forward"):
+        model.step(mine[:2], target=mine[:2])
+    model.step(mine, target=mine)
+    (2 * mse_loss(plain(rows), rows)).backward()
+    found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
+    assert_same("gradients", found, gradients_of(plain))
 
 
 class Net(nn.Module):
@@ -309,21 +307,20 @@ def of_net(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] | None) -> 
     return PipelineParallel(mesh, "pp", layers="layers", loss=loss, microbatches=2)
 
 
-@on_ranks(2)
-def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
-    with ProcessGroupMesh(pp=2) as mesh:
-        model, plain = of_net(mesh, mse_loss).apply(Net()), Net()
-        lengths = [*range(1, MAX_SCHEDULES + 3), 1, MAX_SCHEDULES + 2]
-        for length in lengths:
-            rows = drawn(length, 4, length, WIDTH)
-            model.zero_grad()
-            plain.zero_grad()
-            kept = [*model.schedules.values()]
-            model.step(rows, target=rows)
-            mse_loss(plain(rows), rows).backward()
-            assert_same(f"gradients of length {length}", gradients_of(model), gradients_of(plain))
-            assert len(model.schedules) <= MAX_SCHEDULES
-        assert [*model.schedules.values()] == kept  # the last length was known
+@on_mesh(pp=2)
+def test_a_pipeline_keeps_schedules_of_the_latest_shapes(mesh: ProcessGroupMesh):
+    model, plain = of_net(mesh, mse_loss).apply(Net()), Net()
+    lengths = [*range(1, MAX_SCHEDULES + 3), 1, MAX_SCHEDULES + 2]
+    for length in lengths:
+        rows = drawn(length, 4, length, WIDTH)
+        model.zero_grad()
+        plain.zero_grad()
+        kept = [*model.schedules.values()]
+        model.step(rows, target=rows)
+        mse_loss(plain(rows), rows).backward()
+        assert_same(f"gradients of length {length}", gradients_of(model), gradients_of(plain))
+        assert len(model.schedules) <= MAX_SCHEDULES
+    assert [*model.schedules.values()] == kept  # the last length was known
 
 
 def test_pipeline_without_a_loss_goes_forward():
@@ -337,42 +334,38 @@ def of_several(output: torch.Tensor, target: Any) -> torch.Tensor:
     return ((output - wanted).square() * weights[:, None, None]).mean()
 
 
-@on_ranks(2)
-def test_target_may_be_several_tensors():
-    with ProcessGroupMesh(pp=2) as mesh:
-        model, alone = compose(mesh, of_net(mesh, of_several)).apply(Net()), Net()
-        for kind, rows in itertools.product((tuple, list, lambda pair: dict(zip("ab", pair))), (4, 8)):
-            x, wanted = drawn(rows, 2, rows, 3, WIDTH)
-            target = wanted, torch.arange(rows, dtype=torch.float64)
-            losses = model.step(x, target=kind(target))
-            loss = of_several(alone(x), target)
-            loss.backward()
-            with torch.no_grad():
-                losses += model.step(x, target=kind(target))
-            if losses:
-                torch.testing.assert_close(torch.stack(losses).view(2, 2).mean(1), loss.expand(2))
-        assert_same("gradients", gradients_of(model), gradients_of(alone))
-        with pytest.raises(MethodError, match="does not know the type object"):
-            model.step(x, target=(x, object()))
-        with pytest.raises(ShapeError, match="8 rows of inputs, 3 rows of target cannot be split"):
-            model.step(x, target=[x[:3]])
+@on_mesh(pp=2)
+def test_target_may_be_several_tensors(mesh: ProcessGroupMesh):
+    model, alone = compose(mesh, of_net(mesh, of_several)).apply(Net()), Net()
+    for kind, rows in itertools.product((tuple, list, lambda pair: dict(zip("ab", pair))), (4, 8)):
+        x, wanted = drawn(rows, 2, rows, 3, WIDTH)
+        target = wanted, torch.arange(rows, dtype=torch.float64)
+        losses = model.step(x, target=kind(target))
+        loss = of_several(alone(x), target)
+        loss.backward()
+        with torch.no_grad():
+            losses += model.step(x, target=kind(target))
+        if losses:
+            torch.testing.assert_close(torch.stack(losses).view(2, 2).mean(1), loss.expand(2))
+    assert_same("gradients", gradients_of(model), gradients_of(alone))
+    with pytest.raises(MethodError, match="does not know the type object"):
+        model.step(x, target=(x, object()))
+    with pytest.raises(ShapeError, match="8 rows of inputs, 3 rows of target cannot be split"):
+        model.step(x, target=[x[:3]])
 
 
-@on_ranks(2)
-def test_keywords_are_split_in_dicts_or_raise():
-    with ProcessGroupMesh(pp=2) as mesh:
-        model, right, x, mask = of_net(mesh, mse_loss).apply(Net()), Net(), drawn(0, 8, 5, WIDTH), drawn(1, 8, 5)
-        mse_loss(right(x, {"mask": mask}), x).backward()
-        model.step(x, target=x, extra={"mask": mask})
-        assert_same("gradients", gradients_of(model), gradients_of(right))
-        for extra, rows in (
-            (torch.ones(1, 5), "1 row of extra"),
-            (torch.tensor(1.0), "0 rows of extra"),
-            ((torch.ones(8), {"sin": torch.ones(16)}), "8 rows of extra, 16 rows of extra"),
-        ):
-            with pytest.raises(ShapeError) as caught:
-                model.step(x, target=x, extra=extra)
-            message = (
-                f"8 rows of inputs, {rows}, 8 rows of target cannot be split into 2 equal microbatches along pp=2."
-            )
-            assert str(caught.value).splitlines()[0] == message
+@on_mesh(pp=2)
+def test_keywords_are_split_in_dicts_or_raise(mesh: ProcessGroupMesh):
+    model, right, x, mask = of_net(mesh, mse_loss).apply(Net()), Net(), drawn(0, 8, 5, WIDTH), drawn(1, 8, 5)
+    mse_loss(right(x, {"mask": mask}), x).backward()
+    model.step(x, target=x, extra={"mask": mask})
+    assert_same("gradients", gradients_of(model), gradients_of(right))
+    for extra, rows in (
+        (torch.ones(1, 5), "1 row of extra"),
+        (torch.tensor(1.0), "0 rows of extra"),
+        ((torch.ones(8), {"sin": torch.ones(16)}), "8 rows of extra, 16 rows of extra"),
+    ):
+        with pytest.raises(ShapeError) as caught:
+            model.step(x, target=x, extra=extra)
+        message = f"8 rows of inputs, {rows}, 8 rows of target cannot be split into 2 equal microbatches along pp=2."
+        assert str(caught.value).splitlines()[0] == message

@@ -18,10 +18,10 @@ from pgmesh import AxisError, MethodError, PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import ContextParallel, DataParallel, ShardedDataParallel, TensorParallel, compose, with_loss
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import last_call
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
-from tests.support.worlds import on_ranks
 
 
 def printed_call(call: Callable[[], object]) -> str:
@@ -98,27 +98,26 @@ def check_gradients(together: Any, model: nn.Module, layers: int = 1) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all", "head"])
-@on_ranks(2)
-def test_parameters_unfrozen_after_ddp_raise(kind: str):
-    with ProcessGroupMesh(dp=2) as mesh:
-        model = TinyGPT(layers=1)
-        (model if kind == "all" else model.head).requires_grad_(False)
-        together = compose(mesh, DataParallel(mesh, "dp"))
-        applied = together.apply(model).requires_grad_(True)
-        codes, _ = batch(0)
-        with pytest.raises(MethodError) as caught:
-            applied(together.share(codes))
-        name = "tokens" if kind == "all" else "head"
-        assert str(caught.value).startswith(f"{name}.weight was frozen in apply, and is trained now")
-        with torch.no_grad():
-            applied(together.share(codes))
-        before, sharded = (line.strip() for line in str(caught.value).splitlines()[-2:])
-        model = TinyGPT(layers=1).requires_grad_(False)
-        exec(before, {"model": model})
-        check_gradients(together, together.apply(model))
-        together = compose(mesh, eval(sharded))
-        model = together.apply(TinyGPT(layers=1).requires_grad_(False)).requires_grad_(True)
-        check_gradients(together, model)
+@on_mesh(dp=2)
+def test_parameters_unfrozen_after_ddp_raise(mesh: ProcessGroupMesh, kind: str):
+    model = TinyGPT(layers=1)
+    (model if kind == "all" else model.head).requires_grad_(False)
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    applied = together.apply(model).requires_grad_(True)
+    codes, _ = batch(0)
+    with pytest.raises(MethodError) as caught:
+        applied(together.share(codes))
+    name = "tokens" if kind == "all" else "head"
+    assert str(caught.value).startswith(f"{name}.weight was frozen in apply, and is trained now")
+    with torch.no_grad():
+        applied(together.share(codes))
+    before, sharded = (line.strip() for line in str(caught.value).splitlines()[-2:])
+    model = TinyGPT(layers=1).requires_grad_(False)
+    exec(before, {"model": model})
+    check_gradients(together, together.apply(model))
+    together = compose(mesh, eval(sharded))
+    model = together.apply(TinyGPT(layers=1).requires_grad_(False)).requires_grad_(True)
+    check_gradients(together, model)
 
 
 def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGroupMesh):
@@ -135,25 +134,24 @@ def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGro
 
 
 @pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
-@on_ranks(2)
-def test_training_without_the_wrapper_of_apply_raises(kind: str):
-    with ProcessGroupMesh(a=2) as mesh:
-        together = compose(mesh, DataParallel(mesh, "a") if kind == "data" else gpt_stages(mesh, "a"))
-        codes, target = batch(0)
-        model = TinyGPT(layers=2)
-        together.apply(model)
-        with torch.no_grad():
-            model(codes)
-        model.eval()(codes)
-        call = printed_call(lambda: loss_of(model.train()(codes), target).backward())
-        variables = {"together": together, "model": model}
-        exec(call, variables)
-        applied = variables["model"]
-        if kind == "pipeline":
-            applied.step(codes, target=target)
-        else:
-            check_gradients(together, applied, layers=2)
-        model(codes)  # on purpose, since the wrapper was trained
+@on_mesh(a=2)
+def test_training_without_the_wrapper_of_apply_raises(mesh: ProcessGroupMesh, kind: str):
+    together = compose(mesh, DataParallel(mesh, "a") if kind == "data" else gpt_stages(mesh, "a"))
+    codes, target = batch(0)
+    model = TinyGPT(layers=2)
+    together.apply(model)
+    with torch.no_grad():
+        model(codes)
+    model.eval()(codes)
+    call = printed_call(lambda: loss_of(model.train()(codes), target).backward())
+    variables = {"together": together, "model": model}
+    exec(call, variables)
+    applied = variables["model"]
+    if kind == "pipeline":
+        applied.step(codes, target=target)
+    else:
+        check_gradients(together, applied, layers=2)
+    model(codes)  # on purpose, since the wrapper was trained
 
 
 class Prints(nn.Module):
@@ -164,25 +162,24 @@ class Prints(nn.Module):
         return x
 
 
-@on_ranks(2)
-def test_wrapper_may_be_compiled_evaluated_copied_or_freed():
-    with ProcessGroupMesh(a=2) as mesh:
-        together = compose(mesh, DataParallel(mesh, "a"))
-        model = together.apply(nn.Sequential(Prints(), nn.Linear(2, 2)))
-        torch.compile(model, backend="eager")(torch.ones(2, 2)).sum().backward()
-        model = together.apply(nn.Linear(2, 2))
-        for each in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module)), model.eval()):
-            each(torch.ones(2, 2)).sum().backward()
-        model.train()(torch.ones(2, 2)).sum().backward()
-        hooks = [hook for layer in model.modules() for hook in layer._forward_pre_hooks.values()]
-        names = [getattr(hook, "func", hook).__qualname__ for hook in hooks]  # without those of the first step
-        assert names == ["OnePass._before_forward", "DataParallel._check_kept"]
-        assert not any(weight._backward_hooks for weight in model.parameters())
-        model = together.apply(nn.Linear(2, 2))  # never trained
-        reference = weakref.ref(model.module)
-        del model
-        gc.collect()
-        assert reference() is None
+@on_mesh(a=2)
+def test_wrapper_may_be_compiled_evaluated_copied_or_freed(mesh: ProcessGroupMesh):
+    together = compose(mesh, DataParallel(mesh, "a"))
+    model = together.apply(nn.Sequential(Prints(), nn.Linear(2, 2)))
+    torch.compile(model, backend="eager")(torch.ones(2, 2)).sum().backward()
+    model = together.apply(nn.Linear(2, 2))
+    for each in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module)), model.eval()):
+        each(torch.ones(2, 2)).sum().backward()
+    model.train()(torch.ones(2, 2)).sum().backward()
+    hooks = [hook for layer in model.modules() for hook in layer._forward_pre_hooks.values()]
+    names = [getattr(hook, "func", hook).__qualname__ for hook in hooks]  # without those of the first step
+    assert names == ["OnePass._before_forward", "DataParallel._check_kept"]
+    assert not any(weight._backward_hooks for weight in model.parameters())
+    model = together.apply(nn.Linear(2, 2))  # never trained
+    reference = weakref.ref(model.module)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 class WithBalance(nn.Module):

@@ -12,8 +12,8 @@ from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import ShardedDataParallel, compose
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import assert_same, gradients_of, weights_of
-from tests.support.worlds import check_sums, groups_of, on_ranks
 
 
 class Net(nn.Module):
@@ -69,17 +69,15 @@ def train(model: nn.Module, share: Callable[[Any], Any], kind: str, when: str) -
     return [*found, weights_of(model)]
 
 
-@on_ranks(2)
-def test_passes_without_backward_leave_training_unchanged():
-    with ProcessGroupMesh(dp=2) as mesh:
-        for when, kind in [(when, kind) for when in ("before step", "before zero_grad") for kind in PASSES]:
-            if (when, kind) == ("before zero_grad", "training"):  # the page says so
-                continue
-            together = compose(mesh, ShardedDataParallel(mesh, "dp", reshard_after_forward=False))
-            found = train(together.apply(Net()), together.share, kind, when)
-            for one, right in zip(found, train(Net(), lambda x: x, kind, when), strict=True):
-                assert_same(f"{kind} {when}", one, right)
-        check_sums(groups_of(mesh))
+@on_mesh(dp=2)
+def test_passes_without_backward_leave_training_unchanged(mesh: ProcessGroupMesh):
+    for when, kind in [(when, kind) for when in ("before step", "before zero_grad") for kind in PASSES]:
+        if (when, kind) == ("before zero_grad", "training"):  # the page says so
+            continue
+        together = compose(mesh, ShardedDataParallel(mesh, "dp", reshard_after_forward=False))
+        found = train(together.apply(Net()), together.share, kind, when)
+        for one, right in zip(found, train(Net(), lambda x: x, kind, when), strict=True):
+            assert_same(f"{kind} {when}", one, right)
 
 
 DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -98,49 +96,43 @@ def run(step: Callable[[], None], times: int) -> None:
 
 @pytest.mark.parametrize("case", DIFFERING)
 @pytest.mark.parametrize("replicate", [(), "dp"], ids=["sharded", "replicated"])
-@on_ranks(2)
-def test_ranks_that_run_different_modules_raise(case: str, replicate: Any):
-    with ProcessGroupMesh(dp=2) as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "dp", replicate=replicate))
-        model, x = together.apply(Net()), torch.ones(2, 4, dtype=torch.float64)
-        arguments = DIFFERING[case][mesh.rank]
-        with pytest.raises(MethodError, match=r"^ranks ran other sharded modules: .* on rank 0; .* on rank 1\. "):
-            run(lambda: model(x, **arguments).square().mean().backward(), times=2)
+@on_mesh(dp=2)
+def test_ranks_that_run_different_modules_raise(mesh: ProcessGroupMesh, case: str, replicate: Any):
+    together = compose(mesh, ShardedDataParallel(mesh, "dp", replicate=replicate))
+    model, x = together.apply(Net()), torch.ones(2, 4, dtype=torch.float64)
+    arguments = DIFFERING[case][mesh.rank]
+    with pytest.raises(MethodError, match=r"^ranks ran other sharded modules: .* on rank 0; .* on rank 1\. "):
+        run(lambda: model(x, **arguments).square().mean().backward(), times=2)
 
 
-@on_ranks(2)
-def test_layers_dropped_by_rank_later_raise():
-    with ProcessGroupMesh(dp=2) as mesh:
-        model, x = compose(mesh, ShardedDataParallel(mesh, "dp")).apply(Net()), torch.ones(2, 4, dtype=torch.float64)
-        for step in range(10):
-            model(x, dropped=step % 3).sum().backward()  # the same on all ranks
-        with pytest.raises(MethodError, match=r"of layers\.1 on rank 0; .* of layers\.0 on rank 1\."):
-            run(lambda: model(x, dropped=mesh.rank).sum().backward(), times=100)
+@on_mesh(dp=2)
+def test_layers_dropped_by_rank_later_raise(mesh: ProcessGroupMesh):
+    model, x = compose(mesh, ShardedDataParallel(mesh, "dp")).apply(Net()), torch.ones(2, 4, dtype=torch.float64)
+    for step in range(10):
+        model(x, dropped=step % 3).sum().backward()  # the same on all ranks
+    with pytest.raises(MethodError, match=r"of layers\.1 on rank 0; .* of layers\.0 on rank 1\."):
+        run(lambda: model(x, dropped=mesh.rank).sum().backward(), times=100)
 
 
-@on_ranks(4)
-def test_modules_that_all_ranks_choose_alike_train():
-    with ProcessGroupMesh(outer=2, inner=2) as mesh:
-        for replicate in ((), "outer"):
-            together = compose(mesh, ShardedDataParallel(mesh, "outer", "inner", replicate=replicate))
-            model, alone = together.apply(Net()), Net()
-            for step in range(12):
-                x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-                arguments = {"dropped": step % 3, "head": "ab"[step // 2 % 2], "last": ("one", "other")[step // 4 % 2]}
-                with together.accumulate(model, last=step % 3 > 0):
-                    model(together.share(x), **arguments).square().mean().backward()
-                alone(x, **arguments).square().mean().backward()
-            assert_same("gradients", gradients_of(model), gradients_of(alone))
-        check_sums(groups_of(mesh))
+@on_mesh(outer=2, inner=2)
+def test_modules_that_all_ranks_choose_alike_train(mesh: ProcessGroupMesh):
+    for replicate in ((), "outer"):
+        together = compose(mesh, ShardedDataParallel(mesh, "outer", "inner", replicate=replicate))
+        model, alone = together.apply(Net()), Net()
+        for step in range(12):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            arguments = {"dropped": step % 3, "head": "ab"[step // 2 % 2], "last": ("one", "other")[step // 4 % 2]}
+            with together.accumulate(model, last=step % 3 > 0):
+                model(together.share(x), **arguments).square().mean().backward()
+            alone(x, **arguments).square().mean().backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
 
 
-@on_ranks(4)
-def test_replicas_may_evaluate_alone():
-    with ProcessGroupMesh(outer=2, inner=2) as mesh:
-        model = compose(mesh, ShardedDataParallel(mesh, "outer", "inner", replicate="outer")).apply(Net())
-        x = torch.ones(2, 4, dtype=torch.float64)
-        with torch.no_grad():
-            for _ in range(1 + mesh.index("outer")):
-                model(x)
-        model(x, last="both").sum().backward()
-        check_sums(groups_of(mesh))
+@on_mesh(outer=2, inner=2)
+def test_replicas_may_evaluate_alone(mesh: ProcessGroupMesh):
+    model = compose(mesh, ShardedDataParallel(mesh, "outer", "inner", replicate="outer")).apply(Net())
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with torch.no_grad():
+        for _ in range(1 + mesh.index("outer")):
+            model(x)
+    model(x, last="both").sum().backward()

@@ -44,6 +44,7 @@ from tests.parallel.random_compositions import (
 )
 from tests.parallel.test_combinations import COMPOSITIONS
 from tests.support.expert_models import expert_model
+from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, batch, loss_of, optimizer_of
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
@@ -305,9 +306,8 @@ def test_verify_passes_composition(name: str):
     assert max(world(len(drawn.ranks)).run(verify_drawn, drawn)) < 1e-9
 
 
-@on_ranks(4)
-def test_verify_passes_experts_in_bfloat16_within_tolerance():
-    mesh = ProcessGroupMesh(dp=4)
+@on_mesh(dp=4)
+def test_verify_passes_experts_in_bfloat16_within_tolerance(mesh: ProcessGroupMesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     experts = ExpertParallel(mesh.view(edp=2, ep=2), "ep")
     together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy), experts)
@@ -371,9 +371,8 @@ class LowRank(nn.Module):
         return self.b(self.a(x))
 
 
-@on_ranks(2)
-def test_verify_sees_gradients_behind_zeros():
-    mesh = ProcessGroupMesh(dp=2)
+@on_mesh(dp=2)
+def test_verify_sees_gradients_behind_zeros(mesh: ProcessGroupMesh):
 
     def step(composition: Composition, model: nn.Module, given: Any) -> None:
         x, y = composition.share(given)
@@ -386,9 +385,8 @@ def test_verify_sees_gradients_behind_zeros():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(4)
-def test_tolerance_follows_from_the_dtype(dtype: torch.dtype):
-    mesh = ProcessGroupMesh(dp=2, tp=2)
+@on_mesh(dp=2, tp=2)
+def test_tolerance_follows_from_the_dtype(mesh: ProcessGroupMesh, dtype: torch.dtype):
     tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
     tolerance = math.sqrt(torch.finfo(dtype).eps)
@@ -402,9 +400,8 @@ def test_tolerance_follows_from_the_dtype(dtype: torch.dtype):
         error_of(together, ONE_LAYER, CODES[:1], loss=loss_of)
 
 
-@on_ranks(2)
-def test_verify_takes_nan_and_infinity_for_a_difference():
-    mesh = ProcessGroupMesh(dp=2)
+@on_mesh(dp=2)
+def test_verify_takes_nan_and_infinity_for_a_difference(mesh: ProcessGroupMesh):
     for ranks_without_nan in (0, 1):  # both runs have it, or that on the mesh
 
         def step(composition: Composition, model: nn.Module, given: Any, most: int = ranks_without_nan) -> None:
@@ -427,16 +424,14 @@ class Drops(Method):
         return module
 
 
-@on_ranks(2)
-def test_verify_names_a_parameter_that_no_rank_has():
-    mesh = ProcessGroupMesh(tp=2)
+@on_mesh(tp=2)
+def test_verify_names_a_parameter_that_no_rank_has(mesh: ProcessGroupMesh):
     text = error_of(compose(mesh, Drops(mesh, "tp")), layer, pairs(4, WIDTH), loss=mse_loss)
     assert text == "no rank has bias of the whole model."
 
 
-@on_ranks(2)
-def test_differing_builds_are_named_on_every_rank():
-    mesh = ProcessGroupMesh(dp=2)
+@on_mesh(dp=2)
+def test_differing_builds_are_named_on_every_rank(mesh: ProcessGroupMesh):
     together = compose(mesh, DataParallel(mesh, "dp"))
     draws = torch.Generator().manual_seed(0)
 
