@@ -49,6 +49,7 @@ STAGING_BYTES = 16 << 20
 
 REMEDY = "Create a new Resharder on all ranks, and call it: when it succeeds, the target is whole."
 
+_LOST = "Its memory was that of the source, so load the source again. "
 
 _refusals: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """By torn module, its hook that refuses to run it. A later Resharder of the module that succeeds removes it."""
@@ -138,7 +139,7 @@ class Resharder:
         self._number = link.created
         _, self._jobs = link.run(lambda: _plan(link, entries))
         self._messages = plan_messages(self._jobs, staging_bytes)
-        self._staging = Staging(staging_bytes, link.device)
+        self._shards, self._staging = Shards(link.device, self._jobs), Staging(staging_bytes, link.device)
 
     def _tensors(self) -> dict[str, Tensors]:
         """The tensors of each side, by their names in the target."""
@@ -155,15 +156,15 @@ class Resharder:
         """
         began, self._staging.most = time.monotonic(), 0
         tensors = self._tensors()
-        is_planned = signatures(tensors) == self._planned
-        sides = (locals_of(tensors["source"]), locals_of(tensors["target"]))
-        # It clones, so it comes first: a rank that has no memory for that does not keep the others waiting.
-        shards = Shards(*sides, self._link.device, self._jobs if is_planned else [])
-        self._link.begin(f"Resharder {self._number}" + ("" if is_planned else ", with other tensors than planned"))
-        if not is_planned:
+        if signatures(tensors) == self._planned:
+            # It clones, so it comes first: a rank that has no memory for that does not keep the others waiting.
+            with self._shards.holding(*map(locals_of, tensors.values())):
+                self._link.begin(f"Resharder {self._number}")
+                with self._recording_damage():
+                    self._link.run(self._move)
+        else:
+            self._link.begin(f"Resharder {self._number}, with other tensors than planned")
             raise MismatchError("All ranks have other tensors than planned. Nothing was moved. Create a new Resharder.")
-        with self._recording_damage(shards):
-            self._link.run(lambda: self._move(shards))
         plans = [job.plan for job in self._jobs]
         return Moved(
             sent=sum(plan.sent * plan.itemsize for plan in plans),
@@ -173,9 +174,9 @@ class Resharder:
             seconds=time.monotonic() - began,
         )
 
-    def _move(self, shards: Shards) -> None:
+    def _move(self) -> None:
         """Move all tensors. The target is whole if all ranks are done."""
-        move(self._link, self._jobs, self._messages, shards, self._staging)
+        move(self._link, self._messages, self._shards, self._staging)
         self._link.barrier()
 
     # -- a torn target -------------------------------------------------------------------------------------------
@@ -197,17 +198,17 @@ class Resharder:
         return self._target
 
     @contextlib.contextmanager
-    def _recording_damage(self, shards: Shards) -> Iterator[None]:
+    def _recording_damage(self) -> Iterator[None]:
         """Record that the target is torn if the block fails, or whole if it succeeds."""
         try:
             yield
         except BaseException as error:
-            if not shards.target:
+            if not self._shards.target:
                 raise
             self._set_torn(True)
             if not isinstance(error, PgmeshError):
                 raise
-            lost = "Its memory was that of the source, so load the source again. " if shards.overwrites_source else ""
+            lost = _LOST if self._shards.overwrites_source else ""
             raise type(error)(f"{error}\n\nThe target of this rank is torn. {lost}{REMEDY}") from error.__cause__
         self._set_torn(False)
 
@@ -282,9 +283,10 @@ def reshard(
     whole = next(iter(tables["source"]["tensor"])).on_meta()
     device = link.device if tensor is None else locals_of(held)["tensor"].device
     result = whole.new_empty(shape_of(wanted or ()), dtype=dtype, device=device)
-    shards = Shards(locals_of(held), {} if wanted is None else {"tensor": result}, link.device, jobs)
-    messages, staging = plan_messages(jobs, STAGING_BYTES), Staging(STAGING_BYTES, link.device)
-    link.run(lambda: move(link, jobs, messages, shards, staging))
+    messages, shards = plan_messages(jobs, STAGING_BYTES), Shards(link.device, jobs)
+    staging = Staging(STAGING_BYTES, link.device)
+    with shards.holding(locals_of(held), {} if wanted is None else {"tensor": result}):
+        link.run(lambda: move(link, messages, shards, staging))
     return None if wanted is None else _dtensor(result, whole, target_mesh, placements)
 
 

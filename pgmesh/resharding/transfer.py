@@ -6,17 +6,20 @@ for the next. So the first of all messages that have not ended has always been s
 
 Elements that are consecutive in the memory of a shard are sent from there and received there. The rest is staged:
 packed into a buffer, or received in one and unpacked. ``Staging`` is the memory of all buffers.
+
+Where elements are in the shards is found in the first call, and again if strides change: in a model of 256 MB, finding
+and indexing would take as long as copying.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +31,7 @@ from pgmesh.resharding.sharding import Region, indices_at, positions, shape_of, 
 SMALL = 1 << 18
 """Smaller parts for one rank go together in one message: a message costs more than the copies. In bytes."""
 
-MOST_OPERATIONS = 32
+MOST_OPERATIONS = 128
 """Most messages that a rank has started and not waited for."""
 
 MESSAGES = 4
@@ -63,23 +66,25 @@ class Job(NamedTuple):
         return (self.plan.held if side is Side.SOURCE else self.plan.wanted) or ()
 
 
-class View(NamedTuple):
-    """A box of elements of a shard, and their place in a buffer.
+class Elements(NamedTuple):
+    """Some elements of a tensor: their shape and strides, and the place of the first one."""
 
-    Args:
-        name: name of the tensor.
-        box: the box in the shard.
-        start, stop: a region of the tensor in the buffer.
-        shape: shape of this region.
-        place: the box in this region.
-    """
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    place: int
 
-    name: str
-    box: tuple[slice, ...]
-    start: int
-    stop: int
-    shape: list[int]
-    place: tuple[slice, ...]
+    @classmethod
+    def of(cls, view: torch.Tensor, tensor: torch.Tensor) -> Elements:
+        """Those of a view of a tensor."""
+        return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - tensor.storage_offset()))
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor."""
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.place)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Elements to write or read, and the same ones elsewhere."""
 
 
 @dataclass(eq=False)
@@ -107,7 +112,6 @@ class Message:
         self.parts.append((job, part))
         self.size += part.size * job.plan.itemsize
 
-    @cached_property
     def only_box(self) -> tuple[slice, ...] | None:
         """The box of its region in the shard, if it is a part of one tensor, in one box."""
         (job, part), *others = self.parts
@@ -115,19 +119,6 @@ class Message:
             return None
         first, *more = itertools.islice(boxes(job.region(self.side), part.region), 2)
         return None if more else first
-
-    @cached_property
-    def views(self) -> list[View]:
-        """All boxes of its elements."""
-        return [*self._views()]
-
-    def _views(self) -> Iterator[View]:
-        stop = 0
-        for job, part in self.parts:
-            for region in blocks(part.region, part.start, part.stop):
-                start, stop = stop, stop + size_of(region)
-                for box, place in zip(boxes(job.region(self.side), region), boxes(region, region)):
-                    yield View(job.name, box, start, stop, shape_of(region), place)
 
 
 def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
@@ -210,16 +201,15 @@ class Started(NamedTuple):
 
     work: Any
     is_staged: bool
-    unpacked: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    unpacked: Sequence[Pair]
 
 
-def move(link: Link, jobs: Sequence[Job], messages: Sequence[Message], shards: Shards, staging: Staging) -> None:
+def move(link: Link, messages: Sequence[Message], shards: Shards, staging: Staging) -> None:
     """Move the values of all jobs.
 
     Args:
         link: the connection of the ranks, which all call it.
-        jobs: the jobs.
-        messages: what ``plan_messages`` makes of them.
+        messages: what ``plan_messages`` makes of the jobs.
         shards: the local shards. Those of the target are written in place.
         staging: the memory of buffers.
     """
@@ -237,7 +227,7 @@ def move(link: Link, jobs: Sequence[Job], messages: Sequence[Message], shards: S
     for message in messages:
         while len(started) == MOST_OPERATIONS:
             finish_oldest()
-        values, views = shards.direct(message), list[tuple[torch.Tensor, torch.Tensor]]()
+        values, views = shards.direct(message), list[Pair]()
         if is_staged := values is None:
             while (values := staging.take(message.size)) is None:
                 finish_oldest()
@@ -248,37 +238,47 @@ def move(link: Link, jobs: Sequence[Job], messages: Sequence[Message], shards: S
             for elements, place in views:
                 place.copy_(elements)
             started.append(Started(link.send(message.peer, values), is_staged, []))
-    for elements, held in itertools.chain.from_iterable(map(shards.held_elements, jobs)):
+    for elements, held in shards.held_elements():
         elements.copy_(held)
     while started:
         finish_oldest()
 
 
 class Shards:
-    """The local shards of a rank on both sides, by their names in the target.
-
-    A shard of the source in memory that this transfer writes is cloned.
+    """The local shards of a rank on both sides, by their names in the target. They are held during a call alone.
 
     Args:
-        source: the local shards of the source.
-        target: those of the target.
         device: the device on which they are sent.
         jobs: the jobs. Where this rank wants what it holds, in the same place, nothing is written.
     """
 
-    def __init__(
-        self,
-        source: Mapping[str, torch.Tensor],
-        target: Mapping[str, torch.Tensor],
-        device: torch.device,
-        jobs: Sequence[Job],
-    ) -> None:
-        self.source, self.target, self.device = {**source}, target, device
-        moved = {job.name for job in jobs if job.plan.wanted is not None and not self._stays(job)}
-        overwritten = find_overlaps(source, [tensor for name, tensor in target.items() if name in moved])
-        self.source.update({name: source[name].clone() for name in overwritten})
-        self.overwrites_source = bool(overwritten)
+    def __init__(self, device: torch.device, jobs: Sequence[Job]) -> None:
+        self.source: dict[str, torch.Tensor] = {}
+        self.target: Mapping[str, torch.Tensor] = {}
+        self.device, self._jobs = device, jobs
+        self.overwrites_source = False
         """True if the transfer writes into memory of the source."""
+        self._form: Any = None  # of the shards for which these were found:
+        self._direct: dict[Message, Elements | None] = {}
+        self._staged: dict[Message, list[tuple[str, Elements, Elements]]] = {}
+        self._held: list[tuple[str, Elements, Elements]] = []
+
+    @contextlib.contextmanager
+    def holding(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Hold these shards in the block. One of the source in memory that this transfer writes is cloned."""
+        self.source, self.target = {**source}, target
+        try:
+            moved = {job.name for job in self._jobs if job.plan.wanted is not None and not self._stays(job)}
+            overwritten = find_overlaps(source, [tensor for name, tensor in target.items() if name in moved])
+            self.source.update({name: source[name].clone() for name in overwritten})
+            self.overwrites_source = bool(overwritten)
+            shards = (*self.source.values(), *target.values())
+            form = [(each.stride(), each.dtype, each.device) for each in shards]  # a clone may have other strides
+            if form != self._form:
+                self._form, self._direct, self._staged, self._held = form, {}, {}, [*self._find_held()]
+            yield
+        finally:
+            self.source, self.target = {}, {}
 
     def _stays(self, job: Job) -> bool:
         """Return True if this rank wants what it holds, in the same place."""
@@ -287,30 +287,52 @@ class Shards:
 
     def direct(self, message: Message) -> torch.Tensor | None:
         """The elements of a message in the memory of a shard; None if they have to be staged."""
-        if message.only_box is None:
-            return None
-        job, part = message.parts[0]
-        elements = self._of(message.side)[job.name][message.only_box]
-        is_direct = elements.dtype == message.dtype and elements.device == self.device and elements.is_contiguous()
-        return elements.view(-1)[part.start : part.stop] if is_direct else None
+        if message not in self._direct:
+            self._direct[message] = self._find_direct(message)
+        found = self._direct[message]
+        return None if found is None else found.within(self._of(message.side)[message.parts[0][0].name])
 
-    def staged(self, message: Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _find_direct(self, message: Message) -> Elements | None:
+        box, (job, part) = message.only_box(), message.parts[0]
+        if box is None:
+            return None
+        shard = self._of(message.side)[job.name]
+        elements = shard[box]
+        is_direct = elements.dtype == message.dtype and elements.device == self.device and elements.is_contiguous()
+        return Elements.of(elements.view(-1)[part.start : part.stop], shard) if is_direct else None
+
+    def staged(self, message: Message, buffer: torch.Tensor) -> list[Pair]:
         """The elements of a message in shards, each time with their place in a buffer."""
         shards = self._of(message.side)
-        return [
-            (shards[each.name][each.box], buffer[each.start : each.stop].view(each.shape)[each.place])
-            for each in message.views
-        ]
+        if message not in self._staged:
+            self._staged[message] = [*self._find_staged(message, buffer)]
+        found = self._staged[message]
+        return [(elements.within(shards[name]), place.within(buffer)) for name, elements, place in found]
+
+    def _find_staged(self, message: Message, buffer: torch.Tensor) -> Iterator[tuple[str, Elements, Elements]]:
+        stop = 0
+        for job, part in message.parts:
+            shard, whole = self._of(message.side)[job.name], job.region(message.side)
+            for region in blocks(part.region, part.start, part.stop):
+                start, stop = stop, stop + size_of(region)
+                there = buffer[start:stop].view(shape_of(region))
+                for box, place in zip(boxes(whole, region), boxes(region, region)):
+                    yield job.name, Elements.of(shard[box], shard), Elements.of(there[place], buffer)
+
+    def held_elements(self) -> Iterator[Pair]:
+        """The elements of the target that this rank holds already, each time with those of the source."""
+        for name, new, old in self._held:
+            yield new.within(self.target[name]), old.within(self.source[name])
+
+    def _find_held(self) -> Iterator[tuple[str, Elements, Elements]]:
+        for name, _, plan in self._jobs:
+            if plan.copied is not None:
+                source, target = self.source[name], self.target[name]
+                for old, new in zip(boxes(plan.held or (), plan.copied), boxes(plan.wanted or (), plan.copied)):
+                    yield name, Elements.of(target[new], target), Elements.of(source[old], source)
 
     def _of(self, side: Side) -> Mapping[str, torch.Tensor]:
         return self.source if side is Side.SOURCE else self.target
-
-    def held_elements(self, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The elements of the target that this rank holds already, each time with those of the source."""
-        if job.plan.copied is not None:
-            boxes_of = {side: boxes(job.region(side), job.plan.copied) for side in Side}
-            for old, new in zip(boxes_of[Side.SOURCE], boxes_of[Side.TARGET]):
-                yield self.target[job.name][new], self.source[job.name][old]
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -332,9 +354,8 @@ def find_overlaps(tensors: Mapping[str, torch.Tensor], others: Sequence[torch.Te
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first byte of a tensor and of the end of its last element."""
-    start = tensor.data_ptr()
-    last = tensor[(-1,) * tensor.dim()] if tensor.numel() else None
-    return start, start if last is None else last.data_ptr() + last.itemsize
+    start, last = tensor.data_ptr(), sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return start, start + (last + 1) * tensor.itemsize if tensor.numel() else start
 
 
 def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
