@@ -24,9 +24,11 @@ def box() -> Layout:
     return Layout(pp=2, dp=2, tp=2)
 
 
-@pytest.mark.parametrize("kind", [list, iter, np.array, set])
-def test_ranks_argument_accepts_any_iterable(kind):
+@pytest.mark.parametrize("kind", [list, tuple, iter, np.array])
+def test_ranks_and_indices_are_any_iterable(kind):
     assert Layout(dp=np.int64(2), tp=2, ranks=kind([4, 5, 6, 7])) == Layout(dp=2, tp=2, ranks=range(4, 8))
+    assert Layout(dp=2, tp=2, ranks={4, 5, 6, 7}) == Layout(dp=2, tp=2, ranks=range(4, 8))
+    assert Layout(pp=4, tp=2).at(pp=kind([2, 1])).ranks() == (4, 5, 2, 3)
 
 
 @pytest.mark.parametrize("outsider", [-1, 8, 10**30, 1.0, 1.5, Fraction(3), "1", None, (1,), [], {}])
@@ -78,11 +80,6 @@ def test_view_may_reuse_name_of_fixed_axis(box):
     again = box.at(pp=1).view(pp=2, tp=2)
     assert again.block_of(4, "pp") == (4, 6)
     assert again.describe(4, "pp") == "pp=*, tp=0"
-
-
-@pytest.mark.parametrize("kind", [tuple, np.array, iter])
-def test_at_selects_any_iterable_of_indices(kind):
-    assert Layout(pp=4, tp=2).at(pp=kind([2, 1])).ranks() == (4, 5, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import pickle
 import random
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import pgmesh
-from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
+from pgmesh import GroupOptions, Layout, ProcessGroupMesh, torch_private
 from pgmesh.elastic import shrinking
 from pgmesh.groups.default_world import default_device, device_of
 from tests.support.fake_world import fake_rank
@@ -103,7 +104,6 @@ def test_rank_outside_knows_layout_and_creates_nothing():
 
 
 def test_shrink_takes_positions_and_any_iterable(mesh, monkeypatch):
-    """The axis is a position, and the spares are in an iterable."""
     shrink = mock.Mock(side_effect=pgmesh.LifetimeError("not in this test"))
     monkeypatch.setattr(shrinking, "shrink", shrink)
     for axis, spares in ((1, [6, 7]), (-2, np.array([6, 7])), ("dp", torch.tensor([6, 7])), ("dp", [])):
@@ -231,3 +231,44 @@ def test_at_caches_exactly_equal_arguments():
         for no_index in (1.0, "1", [1.0], slice(0.0, 1.0)):
             with pytest.raises(TypeError):
                 mesh.at(tp=no_index)
+
+
+@pytest.mark.parametrize("ranks", [range(8), [3, 1, 4, 7, 5, 0, 2, 6]], ids=["in order", "permuted"])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_rank_view_answers_as_the_mesh(rank, ranks):
+    with fake_rank(rank, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks)
+        roads = [
+            lambda all: all,
+            lambda all: all.along("dp", "tp"),
+            lambda all: all["tp", "pp"],
+            lambda all: all.view(pp=2, ep=-1),
+            lambda all: all.at(pp=0),
+            lambda all: all.at({"pp": [1, 0]}, dp=1),
+        ]
+        for road in roads:
+            here, seen = road(mesh), road(mesh.layout.seen_by(rank))
+            assert seen.layout == here.layout
+            for name in ("rank", "coord", "axes", "shape"):
+                assert getattr(seen, name) == getattr(here, name)
+            assert ([*seen], len(seen), rank in seen) == ([*here], len(here), rank in here)
+            assert (seen.size(), seen.ranks()) == (here.size(), here.ranks())
+            assert str(seen) == str(here)
+            if rank not in here:
+                continue
+            assert seen.label() == here.label()
+            for axes in axis_combinations(here):
+                for name in ("size", "index", "ranks", "partition"):
+                    assert getattr(seen, name)(*axes) == getattr(here, name)(*axes)
+            for axis in here.axes:
+                for step, wrap in [(1, False), (-1, False), (1, True)]:
+                    assert seen.neighbor(axis, step, wrap=wrap) == here.neighbor(axis, step, wrap=wrap)
+
+
+def test_rank_view_is_compared_by_value():
+    box = Layout(pp=2, dp=2, tp=2)
+    seen = box.seen_by(5)
+    assert repr(seen) == "RankView(layout=Layout(pp=2, dp=2, tp=2), rank=5)"
+    assert seen == pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen)
+    assert seen != box.seen_by(4)
+    assert hash(seen) == hash(box.seen_by(5))

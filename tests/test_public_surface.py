@@ -50,11 +50,7 @@ def signature(what: Any) -> str:
 
 
 def lines_of(path: str, value: Any, public: set[Any]) -> Iterator[str]:
-    """A line for a function; and for a class, its constructor and each public member that no public base has.
-
-    Args:
-        public: all public values.
-    """
+    """A line for a function; and for a class, its constructor and each public member that no class in public has."""
     yield f"{path}{signature(value)}"
     if isinstance(value, type):
         ours = [each for each in value.__mro__ if each.__module__.startswith("pgmesh")]

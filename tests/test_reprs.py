@@ -67,7 +67,6 @@ def test_unpickled_along_prints_as_a_slice():
 @settings(max_examples=40)
 @given(st.data())
 def test_repr_of_any_part_recreates_it(data):
-    """The call in the repr, run, is the same ranks in the same order on the same axes."""
     with fake_rank(5, 8):
         root = mesh = ProcessGroupMesh(2, 2, 2, name="walk")
         for _ in range(data.draw(st.integers(1, 3))):

@@ -116,12 +116,6 @@ def test_axes_of_any_name_work_in_plans():
     assert [each.axis for each in report.along] == [*ODD]
 
 
-def test_markup_in_axis_names_is_escaped():
-    layout = Layout({"<b>&": 2, "'\"": 2})
-    assert "<b>" not in layout._repr_html_()
-    assert "<b>" not in plan(layout).svg()
-
-
 TORCHS = {"backend", "init_method", "timeout", "world_size", "rank", "store", "pg_options", "device_id", "device_type"}
 TORCHS |= {"mesh_shape", "mesh_dim_names", "backend_override", "mesh", "group"}
 """Keywords of torch's init_process_group, init_device_mesh, DeviceMesh and DeviceMesh.from_group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import doctest
 import importlib.util
 import io
@@ -22,6 +23,7 @@ from pgmesh import Layout, PgmeshError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
 from tests.support import golden_files
 from tests.support.fake_world import fake_rank
+from tests.support.programs import run_ranks
 from tests.support.worlds import fresh_world, world
 
 DOCS = Path(__file__).parents[2] / "docs" / "coming_from"
@@ -251,3 +253,42 @@ def test_megatron_page_has_all_short_names():
     arrangement = recipes.megatron(4, cp=4, hierarchical_cp=[2, 2], of=Layout)
     assert found == {short: names[0] for short, names in arrangement.short.items()}
     assert all(name in arrangement.names for names in arrangement.short.values() for name in names)
+
+
+# ---- torchtitan: a script, with its class and with that of the page ----
+
+TORCHTITAN = (DOCS / "torchtitan.md").read_text(encoding="utf-8")
+BEFORE, CLASS = re.findall(r"^```python\n(.*?)^```", TORCHTITAN, re.MULTILINE | re.DOTALL)
+(PRINTED,) = re.findall(r"^```console\n(.*?)^```", TORCHTITAN, re.MULTILINE | re.DOTALL)
+IMPORTS, _, REST = BEFORE.partition("\n\n")
+AFTER = f"{IMPORTS}\n\n{CLASS}\n\n{REST.replace('= ParallelDims(', '= Dims(')}"
+
+needs_torchtitan = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"
+)
+
+
+def test_torchtitan_page_shows_class_of_the_example():
+    program = (DOCS.parents[1] / "examples" / "torchtitan_meshes.py").read_text(encoding="utf-8")
+    assert CLASS[CLASS.index("class Dims") :] in program
+    assert AFTER.count("= Dims(") == 1
+
+
+@needs_torchtitan
+@pytest.mark.long
+@pytest.mark.parametrize("program", [BEFORE, AFTER], ids=["before", "after"])
+def test_script_prints_what_the_torchtitan_page_shows(tmp_path: Path, program: str):
+    assert run_ranks(tmp_path, program, 4) == PRINTED
+
+
+@needs_torchtitan
+@pytest.mark.long
+def test_torchtitan_table_has_each_degree_and_mesh():
+    from torchtitan.config.configs import ParallelismConfig
+    from torchtitan.distributed import ParallelDims
+
+    table = TORCHTITAN.partition("## Degrees and axes")[2]
+    degrees = {field.name for field in dataclasses.fields(ParallelismConfig) if field.name.endswith("_degree")}
+    assert set(re.findall(r"\w+_degree", table)) == degrees
+    documented = set(re.findall(r"^ +(\w+):  ", str(ParallelDims.build_mesh.__doc__), re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", table)) >= documented

@@ -68,11 +68,6 @@ def given_by(code: str, names: dict[str, Any]) -> str:
     return ""
 
 
-def in_fake_world(code: str) -> str:
-    """The line with the fake backend, since one process alone cannot create a group of Gloo."""
-    return code.replace('"gloo"', '"fake"')
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.theirs)
 def test_both_columns_give_their_values(row: Row):
     with fake_rank(5, 8):
@@ -81,7 +76,8 @@ def test_both_columns_give_their_values(row: Row):
         names["device_mesh"] = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         names["mesh"] = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
         for code in row:
-            given, expected = given_by(in_fake_world(code), names), VALUES[code]
+            # One process alone cannot create a group of Gloo.
+            given, expected = given_by(code.replace('"gloo"', '"fake"'), names), VALUES[code]
             if expected:
                 assert given == expected
             else:

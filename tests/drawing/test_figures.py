@@ -171,7 +171,9 @@ def words(drawn: str, kind: str = "text") -> list[str]:
     return [node.text or "" for node in ElementTree.fromstring(drawn).iter(f"{{http://www.w3.org/2000/svg}}{kind}")]
 
 
-def test_markup_in_a_title_is_escaped():
+def test_markup_in_titles_and_names_is_escaped():
+    layout = Layout({"<b>&": 2, "'\"": 2})
+    assert "<b>" not in layout._repr_html_() + plan(layout).svg()
     drawn = draw(EIGHT, title='<b> & "x"')
     assert '<b> & "x"' in words(drawn)
     assert "rank 5\npp1-dp0-tp1\ngroup pp=1, dp=0, tp=*" in words(drawn, "title")

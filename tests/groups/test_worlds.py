@@ -1,4 +1,4 @@
-"""Worlds beside torch's default one, or without one: their meshes have their own ranks."""
+"""Worlds beside torch's default one, or without one: their meshes have their own ranks. And worlds over any store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pgmesh import LifetimeError, NameTakenError, OptionsError, ProcessGroupMesh
 from pgmesh.launch import World
 from pgmesh.resharding import Resharder, reshard
 from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, attempt, beat_fast
-from tests.support.programs import free_port
+from tests.support.programs import clean_env, free_port, run_programs
 from tests.support.rank_processes import RankProcesses
 from tests.support.worlds import axis_combinations, check_sums, groups_of, on_ranks
 
@@ -137,8 +137,9 @@ def test_functions_of_torch_take_groups_of_a_world():
         group, me, everyone = mesh.group(), world.rank, [*range(SIZE)]
         after, before = (me + 1) % SIZE, (me - 1) % SIZE
 
-        def turn(send: Callable[[], object], receive: Callable[[], object]) -> object:
-            return send() if me % 2 == 0 else receive()
+        def passed_on(send: Callable[..., object], receive: Callable[..., object]) -> Callable[[Any], object]:
+            """Even ranks send to the next rank, which receives."""
+            return lambda given: send(given, after, group) if me % 2 == 0 else receive(given, before, group)
 
         assert value(lambda t: dist.broadcast(t, src=2, group=group)) == 2
         assert value(lambda t: dist.broadcast(t, group_src=2, group=group)) == 2
@@ -160,14 +161,8 @@ def test_functions_of_torch_take_groups_of_a_world():
         assert gathered[-1] == (3 if me == 2 else None)
         assert objects(lambda o: dist.scatter_object_list(o, everyone if me == 2 else None, 2, group=group)) == [me]
         received = me if me % 2 == 0 else before
-        assert (
-            value(lambda t: turn(lambda: dist.send(t, after, group), lambda: dist.recv(t, before, group))) == received
-        )
-        assert objects(
-            lambda o: turn(
-                lambda: dist.send_object_list(o, after, group), lambda: dist.recv_object_list(o, before, group)
-            )
-        ) == [received]
+        assert value(passed_on(dist.send, dist.recv)) == received
+        assert objects(passed_on(dist.send_object_list, dist.recv_object_list)) == [received]
         mine, other = torch.tensor(float(me)), torch.zeros(())
         both = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, other, before, group)]
         for work in dist.batch_isend_irecv(both):
@@ -267,3 +262,88 @@ def test_resharder_moves_tensors_within_a_world():
         with pytest.raises(pgmesh.MembershipError, match="are in different worlds, so their ranks never meet"):
             Resharder(ProcessGroupMesh(SIZE, name="here"), target, **sides)
         dist.barrier()
+
+
+# ---- stores that are no TCPStore ----
+
+PYTHON_STORE = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from pgmesh import ProcessGroupMesh, WorldError
+from tests.support.worlds import check_sums, groups_of
+
+class Wrapping(dist.Store):
+    "A store in Python. It has what is named in the arguments."
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+def forwarded(name):
+    return lambda self, *args: getattr(self.inner, name)(*args)
+
+for name in sys.argv[1:]:
+    setattr(Wrapping, name, forwarded(name))
+store = Wrapping(dist.HashStore())
+dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+try:
+    mesh = ProcessGroupMesh(dp=1)
+    check_sums(groups_of(mesh))
+    print("sums")
+except WorldError as error:
+    print(error)
+"""
+
+NEEDED = ("set", "get", "check", "wait", "add", "append", "compare_set", "delete_key")
+
+FILE_STORE = """
+import os, sys
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from pgmesh import ProcessGroupMesh
+from tests.support.faults import set_flag, wait_for_flag
+from tests.support.worlds import check_sums, groups_of
+
+rank, path, end = int(os.environ["RANK"]), Path(sys.argv[1]), sys.argv[2]
+store = dist.FileStore(str(path), 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+mesh, unused = ProcessGroupMesh(dp=2, name="actor"), ProcessGroupMesh(dp=2, name="unused")
+check_sums(groups_of(mesh))
+pending = mesh.group("dp", tag="not used")
+dist.barrier()
+if end == "close":
+    mesh.close()
+if end in ("close", "destroy"):
+    dist.destroy_process_group()
+if rank == 0:
+    if end != "exit":
+        wait_for_flag(path.parent, "done")
+    path.unlink(missing_ok=True)
+    set_flag(path.parent, "removed")
+else:
+    set_flag(path.parent, "done")
+    wait_for_flag(path.parent, "removed")
+print("file" if path.exists() else "gone")
+"""
+
+
+@pytest.mark.parametrize("lacking", [(), ("compare_set",), ("append", "compare_set", "delete_key")])
+def test_python_store_is_used_or_its_lack_named(lacking: tuple[str, ...], tmp_path: Path):
+    has = [name for name in NEEDED if name not in lacking]
+    [(out, _)] = run_programs(tmp_path, PYTHON_STORE, *has, environs=[clean_env()])
+    if lacking:
+        assert f"which lacks {', '.join(lacking)}." in out
+        assert "__main__.Wrapping" in out
+    else:
+        assert out == "sums\n"
+
+
+@pytest.mark.parametrize("end", ["exit", "destroy", "close"])
+def test_removed_file_of_file_store_stays_gone(end: str, tmp_path: Path):
+    """Also when the processes exit, which come later."""
+    path = tmp_path / "store"
+    environs = [clean_env(RANK=f"{rank}") for rank in range(2)]
+    outputs = run_programs(tmp_path, FILE_STORE, str(path), end, environs=environs)
+    assert [out for out, _ in outputs] == ["gone\n"] * 2, outputs
+    assert not path.exists()

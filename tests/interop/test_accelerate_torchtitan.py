@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from tests.support.fake_world import fake_rank
-from tests.support.torch_tables import table_sizes
+from tests.support.torch_tables import count_new_groups
 
 pytestmark = pytest.mark.long
 
@@ -38,11 +38,7 @@ def flatten(whole: Any) -> None:
 
 
 @needs("accelerate")
-@pytest.mark.parametrize(
-    "sizes",
-    [{"dp_replicate": 2, "dp_shard": 4}, {"dp_shard": 4, "cp": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [{"dp_replicate": 2, "dp_shard": 4}, {"dp_shard": 4, "cp": 2}], ids=str)
 def test_accelerate_would_make_the_same_device_mesh(sizes: dict[str, int]):
     from accelerate.utils import ParallelismConfig
 
@@ -75,10 +71,8 @@ def test_torchtitan_meshes_hold_the_same_ranks(sizes: dict[str, int]):
         with fake_rank(rank, 8):
             made, meshes = [], []
             for kind in (example["ParallelDims"], example["Dims"]):
-                before = table_sizes()["pg_map"]
                 dims = kind(**given, world_size=8, spmd_backend="partial_dtensor")
-                dims.build_mesh()
-                made.append(table_sizes()["pg_map"] - before)
+                made.append(count_new_groups(dims.build_mesh))
                 meshes.append({name: each.mesh.tolist() for name, each in dims._single_axis_meshes.items()})
                 for name in ("fsdp", "batch", "loss", "tp", "cp", "pp", "ep", "efsdp", "dp_replicate"):
                     found = dims.get_optional_mesh(name)

@@ -140,7 +140,6 @@ def tensor_parallel(tp: DeviceMesh) -> nn.Module:
 
 
 def fsdp_and_tp(mesh: ProcessGroupMesh) -> None:
-    """With clipped gradients."""
     model = fully_shard(tensor_parallel(mesh.device_mesh("tp")), mesh=mesh.device_mesh("dp"))
     expected = train(make_net(), batch(), clip=0.01)
     assert expected["norm"] > 0.01
