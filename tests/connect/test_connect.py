@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, WorldError
 from pgmesh.connect import first_collective
+from pgmesh.groups.world import current_world
 from tests.support.faults import LONG_TIMEOUT, attempt, last_status, wait_until
 from tests.support.logs import logged_lines
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -48,6 +49,26 @@ def test_failed_call_leaves_rounds_of_other_threads():
         dist.barrier()
         mesh.connect("dp")
     check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
+
+
+def connect_and_release(times):
+    """The number of the store's keys after some turns."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="again")
+    for _ in range(times):
+        mesh.connect("dp", "tp")
+        mesh.release("dp")
+        mesh.release("tp")
+    mesh.close()
+    dist.barrier()
+    return current_world().store().num_keys()
+
+
+@on_ranks(4)
+def test_connect_and_release_keeps_number_of_keys():
+    connect_and_release(2)
+    before = connect_and_release(2)
+    dist.barrier()
+    assert connect_and_release(20) - before < 20
 
 
 @on_ranks(4)
