@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +15,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import (
-    DataParallel,
-    Method,
-    PipelineParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    checkpoint,
-    compose,
-)
+from pgmesh.parallel import Composition, DataParallel, PipelineParallel, ShardedDataParallel, checkpoint, compose
+from tests.parallel.random_compositions import methods_of
+from tests.parallel.test_combinations import on, stages, twice
 from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
@@ -31,40 +27,27 @@ from tests.support.parallel_models import (
     assert_same,
     batch,
     full_tensor,
-    gradients_of,
     loss_of,
     named_weights,
     optimizer_of,
     train_alone,
+    train_parallel,
     weights_of,
 )
-from tests.support.pipelines import gpt_stages, needs_pipelines
-from tests.support.tensor_plans import GATHERED_PLAN
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import on_ranks, world
 
-
-def methods_of(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
-    pipeline = functools.partial(gpt_stages, mesh, microbatches=4)
-    tensor = functools.partial(TensorParallel, mesh, "tp", plan=GATHERED_PLAN)
-    return {
-        "data": lambda: [DataParallel(mesh, "dp")],
-        "sharded x tensor": lambda: [ShardedDataParallel(mesh, "dp"), tensor()],
-        "pipeline x data": lambda: [pipeline(), DataParallel(mesh, "dp")],
-        "pipeline x sharded": lambda: [
-            pipeline(schedule="interleaved", stages_per_rank=2),
-            ShardedDataParallel(mesh, "dp"),
-        ],
-        "both ends on a rank": lambda: [pipeline(schedule="zero-bubble-v", stages_per_rank=2), tensor()],
-    }[kind]()
-
-
-SHAPES = {
-    "data": {"dp": 4},
-    "sharded x tensor": {"dp": 2, "tp": 2},
-    "pipeline x data": {"pp": 2, "dp": 2},
-    "pipeline x sharded": {"pp": 2, "dp": 2},
-    "both ends on a rank": {"pp": 2, "tp": 2},
+KINDS = {
+    "data": on(dp=4, data="data"),
+    "sharded x tensor": on(dp=2, tp=2, data="sharded", tensor="gathered"),
+    "pipeline x data": stages(dp=2, data="data", microbatches=4),
+    "pipeline x sharded": twice(dp=2, data="sharded", microbatches=4),
+    "both ends on a rank": twice(tp=2, schedule="zero-bubble-v", tensor="gathered", microbatches=4),
 }
+
+
+def composed(mesh: ProcessGroupMesh, kind: str) -> Composition:
+    return compose(mesh, *methods_of(mesh, KINDS[kind], loss_of))
 
 
 def tied(*, head_first: bool) -> TinyGPT:
@@ -81,40 +64,30 @@ def expected(head_first: bool) -> tuple[TrainingRun, dict[str, dict[str, torch.T
     """Training in one process, and its optimizer state before the last step, by each name of each weight."""
     model = tied(head_first=head_first)
     optimizer = optimizer_of(model.parameters())
-    for step in range(STEPS - 1):
-        codes, target = batch(step)
-        optimizer.zero_grad()
-        loss_of(model(codes), target).backward()
-        optimizer.step()
+    train_alone(model, steps=range(STEPS - 1), optimizer=optimizer)
     return train_alone(tied(head_first=head_first)), {
         name: dict(optimizer.state[weight]) for name, weight in named_weights(model)
     }
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, share, step: int) -> None:
-    codes, target = (share(each) for each in batch(step))
-    optimizer.zero_grad()
-    if hasattr(model, "step"):
-        model.step(codes, target=target)
-    else:
-        loss_of(model(codes), target).backward()
-    assert_same(f"gradients of step {step}", gradients_of(model), expected(True)[0].gradients[step])
-    optimizer.step()
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, share: Callable[..., Any], *steps: int) -> None:
+    found = train_parallel(model, share, steps=steps, optimizer=optimizer)
+    for step, gradients in zip(steps, found.gradients, strict=True):
+        assert_same(f"gradients of step {step}", gradients, expected(True)[0].gradients[step])
 
 
 def save_on(kind: str, folder: Path, head_first: bool) -> None:
-    with ProcessGroupMesh(**SHAPES[kind], name=f"{kind}, saving {head_first}") as mesh:
-        together = compose(mesh, *methods_of(mesh, kind))
+    with ProcessGroupMesh(KINDS[kind].sizes, name=f"{kind}, saving {head_first}") as mesh:
+        together = composed(mesh, kind)
         model = together.apply(tied(head_first=head_first), before_sharding=checkpoint_wrapper)  # other names
         optimizer = optimizer_of(model.parameters())
-        for step in range(STEPS - 1):
-            step_of(model, optimizer, together.share, step)
+        train(model, optimizer, together.share, *range(STEPS - 1))
         if head_first:
             checkpoint.save(folder, mesh, model, optimizer)
         else:
             saving = checkpoint.async_save(folder, mesh, model, optimizer)
             assert any("tag=checkpoint" in group.label for group in mesh.held())  # which training does not use
-            step_of(model, optimizer, together.share, STEPS - 1)  # changes all that is saved
+            train(model, optimizer, together.share, STEPS - 1)  # changes all that is saved
             saving.result()
         dist.barrier()
 
@@ -122,8 +95,8 @@ def save_on(kind: str, folder: Path, head_first: bool) -> None:
 def load_on(kind: str, folder: Path, head_first: bool) -> None:
     """Compare the loaded optimizer state, and the weights after one more step, with one process."""
     right, states = expected(head_first)
-    with ProcessGroupMesh(**SHAPES[kind], name=f"{kind}, loading {head_first}") as mesh:
-        together, model = compose(mesh, *methods_of(mesh, kind)), tied(head_first=head_first)
+    with ProcessGroupMesh(KINDS[kind].sizes, name=f"{kind}, loading {head_first}") as mesh:
+        together, model = composed(mesh, kind), tied(head_first=head_first)
         with torch.no_grad():
             for weight in model.parameters():
                 weight += 1.0
@@ -137,7 +110,7 @@ def load_on(kind: str, folder: Path, head_first: bool) -> None:
             found = {name: optimizer.state[weight][key] for name, weight in named_weights(model)}
             assert_same(f"{kind}: {key}", found, {name: state[key] for name, state in states.items()})
             assert len({id(state[key]) for state in held}) == len(held)  # two weights never share what is updated
-        step_of(model, optimizer, together.share, STEPS - 1)
+        train(model, optimizer, together.share, STEPS - 1)
         assert_same(f"{kind}: weights", weights_of(model), right.weights)
         dist.barrier()
 
@@ -154,9 +127,9 @@ def test_tied_weights_of_a_pipeline_load_without_one(tmp_path: Path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_tied_weights_load_with_every_method(kind: str, tmp_path: Path):
-    kinds = [*SHAPES, *SHAPES]
+    kinds = [*KINDS, *KINDS]
     others = [kinds[kinds.index(kind) + 1]]  # each is loaded by the next one
     if kind == "both ends on a rank":
         others.append(kind)

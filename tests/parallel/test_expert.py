@@ -38,7 +38,6 @@ from tests.support.parallel_models import (
     optimizer_of,
     train_alone,
     train_parallel,
-    weights_of,
 )
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
@@ -220,8 +219,12 @@ def test_balance_loss_of_unequal_parts_equals_one_process(counts: list[int]):
 @on_ranks(4)
 def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path, data, stacked):
     """Two steps on one expert view, a checkpoint, and the third step on another view; and the weights without one."""
-    expected, saved = train_alone(expert_model(stacked=stacked)), train_alone(expert_model(stacked=stacked), steps=2)
-    for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2]), ("dense", {}, [])]:
+    expected, saved = (train_alone(expert_model(stacked=stacked), steps=range(count)) for count in (3, 2))
+    for name, view, steps, right in (
+        ("saving", {"edp": 2, "ep": 2}, [0, 1], saved),
+        ("loading", {"ep": 4}, [2], expected),
+        ("dense", {}, [], saved),
+    ):
         with ProcessGroupMesh(dp=4, name=name) as mesh:
             experts = [ExpertParallel(mesh.view(**view), "ep")] if view else []
             together = compose(mesh, data(mesh, "dp"), *experts)
@@ -229,40 +232,33 @@ def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path, data, stacked):
             optimizer = optimizer_of(model.parameters())
             if name != "saving":
                 checkpoint.load(tmp_path, mesh, model, optimizer)
-            for step in steps:
-                codes, target = (together.share(each) for each in batch(step))
-                optimizer.zero_grad()
-                loss_of(model(codes), target).backward()
-                assert_same(f"{name}: gradients", gradients_of(model), expected.gradients[step])
-                optimizer.step()
+            found = train_parallel(model, together.share, steps=steps, optimizer=optimizer)
+            for step, gradients in zip(steps, found.gradients, strict=True):
+                assert_same(f"{name}: gradients", gradients, expected.gradients[step])
+            assert_same("weights", found.weights, right.weights)
             if name == "saving":
                 checkpoint.save(tmp_path, mesh, model, optimizer)
-            else:
-                assert_same("weights", weights_of(model), (expected if view else saved).weights)
             check_sums(groups_of(mesh))
 
 
 @pytest.mark.parametrize(("edp", "stacked"), [(1, True), (2, False), (4, True)])
-@on_ranks(4)
-def test_sharded_experts_take_their_part_of_memory(edp, stacked):
+@on_mesh(dp=4)
+def test_sharded_experts_take_their_part_of_memory(mesh, edp, stacked):
     """Weights, gradients and states of a fused Adam, of the experts on this rank."""
     whole = sum(each.nbytes for each in expert_model().blocks[0].experts.parameters())
-    expected = train_alone(expert_model(stacked=stacked), steps=1)
-    with ProcessGroupMesh(dp=4) as mesh:
-        moe = mesh.view(edp=edp, ep=-1)
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"), ExpertParallel(moe, "ep"))
-        model = together.apply(expert_model(stacked=stacked))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # weights on two meshes in one group
-        codes, target = (together.share(each) for each in batch(0))
-        loss_of(model(codes), target).backward()
-        assert_same("gradients", gradients_of(model), expected.gradients[0], 1e-14)
-        optimizer.step()
-        storages = {}  # several gradients lie in one
-        for weight in model.blocks[0].experts.parameters():
-            states = [each for each in optimizer.state[weight].values() if each.ndim]
-            found = [local(each).untyped_storage() for each in (weight.detach(), weight.grad, *states)]
-            storages |= {each.data_ptr(): each.nbytes() for each in found}
-        assert sum(storages.values()) / (4 * whole / moe.size()) <= 1.05
+    expected = train_alone(expert_model(stacked=stacked), steps=range(1))
+    moe = mesh.view(edp=edp, ep=-1)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), ExpertParallel(moe, "ep"))
+    model = together.apply(expert_model(stacked=stacked))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # weights on two meshes in one group
+    found = train_parallel(model, together.share, steps=range(1), optimizer=optimizer)
+    assert_same("gradients", found.gradients[0], expected.gradients[0], 1e-14)
+    storages = {}  # several gradients lie in one
+    for weight in model.blocks[0].experts.parameters():
+        states = [each for each in optimizer.state[weight].values() if each.ndim]
+        found = [local(each).untyped_storage() for each in (weight.detach(), weight.grad, *states)]
+        storages |= {each.data_ptr(): each.nbytes() for each in found}
+    assert sum(storages.values()) / (4 * whole / moe.size()) <= 1.05
 
 
 @on_mesh(node=2, dp=2)
@@ -299,7 +295,7 @@ def test_experts_stay_experts_after_each_change(mesh: ProcessGroupMesh, change: 
             together.grad_norm(module=model)
         codes, target = batch(0)
         loss_of(model(codes), target).backward()
-        assert_same("gradients", gradients_of(model), train_alone(expert_model(), steps=1).gradients[0])
+        assert_same("gradients", gradients_of(model), train_alone(expert_model(), steps=range(1)).gradients[0])
     else:
         found = train_parallel(model, together.share, clip=lambda: together.clip_grad_norm_(1.0))
         assert_same_run(found, train_alone(expert_model(), clip=1.0))

@@ -266,7 +266,7 @@ def trained(site: Path, kind: str, frozen: tuple[str, ...]) -> None:
         together.broadcast(model)
         model = together.apply(model)
         optimizer = together.attach(optimizer_of(model.parameters()))
-        ways = {"steps": STEPS, "optimizer": optimizer, "batch": batch, "loss_of": loss_of}
+        ways = {"steps": range(STEPS), "optimizer": optimizer, "batch": batch, "loss_of": loss_of}
         found = train_parallel(model, together.share, **ways)
         assert_same("weights", found.weights, weights_of(plain_loop(frozen)[mine]))
         check_sums(groups_of(mesh))

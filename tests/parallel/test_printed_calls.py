@@ -15,11 +15,19 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from pgmesh import AxisError, MethodError, PgmeshError, ProcessGroupMesh
-from pgmesh.parallel import ContextParallel, DataParallel, ShardedDataParallel, TensorParallel, compose, with_loss
+from pgmesh.parallel import (
+    Composition,
+    ContextParallel,
+    DataParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    compose,
+    with_loss,
+)
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import last_call
 from tests.support.on_mesh import on_mesh
-from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.parallel_models import TinyGPT, assert_same_run, batch, loss_of, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
 
@@ -89,12 +97,8 @@ def test_printed_unowned_axes_keep_those_given(mesh: ProcessGroupMesh):
     assert eval(call).equal_parts is False
 
 
-def check_gradients(together: Any, model: nn.Module, layers: int = 1) -> None:
-    codes, target = batch(0)
-    expected = TinyGPT(layers=layers)
-    loss_of(expected(codes), target).backward()
-    loss_of(model(together.share(codes)), together.share(target)).backward()
-    assert_same("gradients", gradients_of(model), gradients_of(expected))
+def check_training(together: Composition, model: nn.Module, layers: int = 1) -> None:
+    assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=layers)))
 
 
 @pytest.mark.parametrize("kind", ["all", "head"])
@@ -114,10 +118,10 @@ def test_parameters_unfrozen_after_ddp_raise(mesh: ProcessGroupMesh, kind: str):
     before, sharded = (line.strip() for line in str(caught.value).splitlines()[-2:])
     model = TinyGPT(layers=1).requires_grad_(False)
     exec(before, {"model": model})
-    check_gradients(together, together.apply(model))
+    check_training(together, together.apply(model))
     together = compose(mesh, eval(sharded))
     model = together.apply(TinyGPT(layers=1).requires_grad_(False)).requires_grad_(True)
-    check_gradients(together, model)
+    check_training(together, model)
 
 
 def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGroupMesh):
@@ -146,11 +150,7 @@ def test_training_without_the_wrapper_of_apply_raises(mesh: ProcessGroupMesh, ki
     call = printed_call(lambda: loss_of(model.train()(codes), target).backward())
     variables = {"together": together, "model": model}
     exec(call, variables)
-    applied = variables["model"]
-    if kind == "pipeline":
-        applied.step(codes, target=target)
-    else:
-        check_gradients(together, applied, layers=2)
+    check_training(together, variables["model"], layers=2)
     model(codes)  # on purpose, since the wrapper was trained
 
 

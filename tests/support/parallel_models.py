@@ -135,7 +135,7 @@ def train_parallel(
     model: nn.Module,
     share: Callable[[torch.Tensor], torch.Tensor],
     *,
-    steps: int = STEPS,
+    steps: Iterable[int] = range(STEPS),
     clip: Callable[[], object] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = batch,
@@ -150,7 +150,7 @@ def train_parallel(
         batch, loss_of: those of another model than the tiny GPT.
     """
     optimizer, trained = optimizer or optimizer_of(model.parameters()), TrainingRun()
-    for step in range(steps):
+    for step in steps:
         codes, target = (share(each) for each in batch(step))
         optimizer.zero_grad()
         if hasattr(model, "step"):
