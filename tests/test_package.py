@@ -40,8 +40,8 @@ def run(*words: object, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the wheel and the source archive, built from a copy of the tracked files."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built with the source archive from a copy of the tracked files."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("package")
     tracked = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
@@ -50,12 +50,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", cwd=folder / "source")
-    return folder / "dist"
-
-
-@pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
-    (path,) = built.glob("*.whl")
+    (path,) = (folder / "dist").glob("*.whl")
     return path
 
 

@@ -263,9 +263,7 @@ BEFORE, CLASS = re.findall(r"^```python\n(.*?)^```", TORCHTITAN, re.MULTILINE | 
 IMPORTS, _, REST = BEFORE.partition("\n\n")
 AFTER = f"{IMPORTS}\n\n{CLASS}\n\n{REST.replace('= ParallelDims(', '= Dims(')}"
 
-needs_torchtitan = pytest.mark.skipif(
-    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"
-)
+needs_torchtitan = pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="torchtitan is not installed")
 
 
 def test_torchtitan_page_shows_class_of_the_example():

@@ -211,9 +211,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_text_equals_golden_file(name):
-    drawn = styled_text.plain(TEXTS[name]())
-    assert max(map(len, drawn.splitlines())) <= 80
-    golden.check(f"terminal-{name}.txt", drawn + "\n")
+    golden.check(f"terminal-{name}.txt", styled_text.plain(TEXTS[name]()) + "\n")
 
 
 @pytest.mark.parametrize("name", TEXTS)

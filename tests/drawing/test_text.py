@@ -59,10 +59,6 @@ def cells(drawing: str) -> Iterator[tuple[list[str], str]]:
             columns = columns or rows[0][1]
 
 
-def label(axis: str | int, index: int) -> str:
-    return f"{axis}:{index}" if isinstance(axis, int) else f"{axis}{index}"
-
-
 @settings(max_examples=40)
 @given(layouts(), st.data())
 def test_each_rank_is_drawn_at_its_labels(layout, data):
@@ -73,7 +69,8 @@ def test_each_rank_is_drawn_at_its_labels(layout, data):
         if cell != GAP:
             rank = int(cell.strip("[]"))
             assert cell == (f"[{rank}]" if rank == mark else f"{rank}")
-            assert labels == [label(axis, i) for axis, i in zip(layout.axes, layout.coord_of(rank))]
+            coord = zip(layout.axes, layout.coord_of(rank))
+            assert labels == [f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in coord]
             shown[rank] = labels
     assert mark in shown
     if len(layout) <= text.MAX_CELLS:

@@ -41,11 +41,6 @@ def detail() -> Iterator[None]:
         dist.set_debug_level(before)
 
 
-def new_group(mesh: ProcessGroupMesh) -> Any:
-    """A group of torch with the ranks of the mesh."""
-    return dist.new_group([*mesh.ranks()], **KEEPS_ORDER)
-
-
 GROUPS: dict[str, Callable[[ProcessGroupMesh], Any]] = {
     "axes": lambda mesh: mesh.group("dp", "tp"),
     "any ranks": lambda mesh: mesh.group_of(range(4), tag="any"),
@@ -78,7 +73,7 @@ def errors_of(group: Any) -> list[str]:
 def test_detail_names_rank_and_operation_as_torch(kind: str):
     with detail():
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=PERMUTED if KEEPS_ORDER else None, name="actor")
-        group, of_torch = GROUPS[kind](mesh), new_group(mesh)
+        group, of_torch = GROUPS[kind](mesh), dist.new_group([*mesh.ranks()], **KEEPS_ORDER)
         assert errors_of(group) == errors_of(of_torch)
         check_sums({kind: (group, mesh.ranks()), "torch": (of_torch, mesh.ranks())})
         dist.barrier()

@@ -220,10 +220,6 @@ def test_invalid_settings_of_nccl_set_nothing():
         assert [each.options.nccl for each in made] == [{"max_ctas": 4}, {"max_ctas": 2}]
 
 
-def backends(arrangement: Arrangement) -> dict[str, str]:
-    return {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
-
-
 def test_fairscale_gives_each_axis_its_backend_and_timeout():
     chance = random.Random(16)
     with fake_rank(5, 8, dist.HashStore()):
@@ -233,7 +229,8 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
             arrangement = recipes.fairscale(8, **sizes, **given, timeout=timedelta(minutes=3))
             axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
             expected = {name: given[f"{axis}_backend"] or "fake" for name, axis in axes.items()}
-            assert backends(arrangement) == expected, (sizes, given)
+            backends = {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
+            assert backends == expected, (sizes, given)
             on_gloo = [name for name in axes if expected[name] == "gloo"]
             assert all(timeout_of(arrangement[name].group()) == timedelta(minutes=3) for name in on_gloo)
             arrangement.dense.close()

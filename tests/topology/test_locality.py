@@ -82,10 +82,11 @@ def test_locality_of_a_million_ranks_is_exact(nodes):
         )
     finally:
         sys.setprofile(None)
-        _, peak = tracemalloc.get_traced_memory()
+        held, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert planned["tp"].localities[0].intra == len(layout) // 16 * (int(nodes.partition("x")[2]) >= 16)
     assert calls < 100_000  # of a million ranks, in eleven combinations of axes
+    assert held < 1 << 20
     assert peak < 2_000_000
 
 
