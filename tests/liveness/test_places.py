@@ -1,4 +1,4 @@
-"""Where a thread is: the line of its program, what that has called, the group, and since when."""
+"""Where a thread is: the line of its program, what that has called, the group, and since when; and operations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.liveness import places
-from pgmesh.liveness.places import PlaceFinder
+from pgmesh.liveness.places import PlaceFinder, own_counters
 from pgmesh.liveness.statuses import Place
 from tests.support.fake_world import fake_rank
 from tests.support.faults import wait_until
+from tests.support.worlds import on_ranks
 
 
 @contextmanager
@@ -110,3 +112,13 @@ def test_ended_group_is_not_called_the_default_one():
         group = mesh.group()
         mesh.release()
         assert [places._group_in(names["all_reduce"](each)) for each in (group, None)] == ["", "the default group"]
+
+
+@on_ranks(2)
+def test_operations_are_counted_in_each_group():
+    group = ProcessGroupMesh(dp=2, name="train").group("dp")
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=group)
+    (counter,) = [each for each in own_counters() if each.name == group.group_name]
+    assert counter.operations in (3, 4)  # the connections may be started meanwhile
+    assert (counter.label, [*counter.ranks]) == ("group dp of mesh 'train'", [0, 1])
