@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,7 @@ import time
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.detect import BY_HAND
@@ -43,27 +42,20 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def run(title: str, command: str, env: dict[str, str]) -> Ended:
-    """Run a command. After ``SECONDS`` it and its children are killed."""
+def run(command: str, env: dict[str, str]) -> Ended:
+    """Run a command. After ``SECONDS`` it and its children are killed, and its code is 124 or that of SIGKILL."""
     start = time.monotonic()
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(["bash", "-c", command], env=env, cwd=ROOT, start_new_session=True, **pipes)
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        time.sleep(1.0)
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        output += f"\n{title} did not end in {SECONDS} s"
-    return Ended(process.returncode, output, time.monotonic() - start)
+    limited = ["timeout", "--kill-after=1", f"{SECONDS}", "bash", "-c", command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(limited, env=env, cwd=ROOT, start_new_session=True, check=False, **pipes)
+    return Ended(done.returncode, done.stdout, time.monotonic() - start)
 
 
 def check_join(
     title: str, command: str, env: dict[str, str], expected: str, local: list[int], address: str = ""
 ) -> None:
     """Check that all four ranks pass with this launcher, these local ranks and this address of rank 0."""
-    ended = run(title, command, env)
+    ended = run(command, env)
     passed = sorted(re.findall(r"PASS rank (\d) of 4, local ranks (\[.*\])", ended.output))
     joined = r"joins as rank \d of 4, local rank \d(?: of \d)?: (.*?); rank 0 is at (.*):\d+$"
     lines = re.findall(joined, ended.output, re.MULTILINE)
@@ -74,13 +66,13 @@ def check_join(
 
 
 def check_failure(title: str, command: str, env: dict[str, str], words: str) -> None:
-    ended = run(title, command, env)
+    ended = run(command, env)
     report(title, ended.code != 0 and words in ended.output and "PASS" not in ended.output, ended)
 
 
 def check_preflight(title: str, command: str, env: dict[str, str]) -> None:
     """Check that ``pgmesh check`` passes on four ranks of one host, and that only rank 0 prints, without colour."""
-    ended = run(title, f"{command} {CHECK}", env)
+    ended = run(f"{command} {CHECK}", env)
     lines = ended.output.splitlines()
     expected_lines = [
         "4 ranks over gloo on cpu",
@@ -97,7 +89,7 @@ def check_preflight(title: str, command: str, env: dict[str, str]) -> None:
 def check_exit(title: str, words: str, env: dict[str, str], status: int, says: str) -> None:
     """Check that ``pgmesh`` exits with this status on four tasks of srun, and prints the text ``says`` once."""
     each = f"{PGMESH} {words}; status=$?; echo a rank ends with $status; exit $status"
-    ended = run(title, f"srun -N1 -n4 bash -c {shlex.quote(each)}", env)
+    ended = run(f"srun -N1 -n4 bash -c {shlex.quote(each)}", env)
     good = ended.code == status and ended.output.count(says) == 1
     report(title, good and ended.output.count(f"a rank ends with {status}") == 4, ended)
 
@@ -106,7 +98,7 @@ def check_replicas(title: str, start: str, env: dict[str, str]) -> None:
     """Check that three replicas of two ranks, each started by a command, go on without the one that loses a rank."""
     with StoreProcess() as store:
         replicas = [f"{start} {REPLICA} {replica} {store.port} & " for replica in range(3)]
-        ended = run(title, f"{''.join(replicas)} wait", env)
+        ended = run(f"{''.join(replicas)} wait", env)
     passed = sorted(re.findall(r"^PASS rank (.*)", ended.output, re.MULTILINE))
     last = "4 was dropped, and has learnt that no rank is left"
     report(title, passed == [*(f"{rank} [0, 1, 2, 3]" for rank in range(4)), last], ended)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
 from pgmesh.launch.detect import detect_launcher
+from tests.support.worlds import check_sums, groups_of
 
 
 def main() -> None:
@@ -22,11 +23,7 @@ def main() -> None:
     if (found.rank, found.size) != (rank, dist.get_world_size()):
         raise SystemExit(f"rank {rank} of {dist.get_world_size()} was detected as {found.line}")
     with ProcessGroupMesh(dp=2, tp=2, name="real") as mesh:
-        for axes in (("dp",), ("tp",), ("dp", "tp")):
-            total = torch.tensor(2**rank)
-            dist.all_reduce(total, group=mesh.group(*axes))
-            if int(total) != sum(2**other for other in mesh.ranks(*axes)):
-                raise SystemExit(f"rank {rank}: along {axes} the sum is {int(total)}, of ranks {mesh.ranks(*axes)}")
+        check_sums(groups_of(mesh))
         if mesh.hosts() != ((0, 1, 2, 3),):
             raise SystemExit(f"rank {rank}: {mesh.hosts()}")
         if mesh.locality("tp").kind != "intra":

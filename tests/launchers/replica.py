@@ -11,17 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import MissingRanksError, PgmeshError, ProcessGroupMesh, launch
+from tests.support.worlds import check_sums, groups_of
 
 REPLICAS, STEPS = 3, 3
-
-
-def step(mesh: ProcessGroupMesh) -> None:
-    """A collective along each axis and along both."""
-    for axes in (("dp",), ("tp",), ("dp", "tp")):
-        total = torch.tensor(2**mesh.rank)
-        dist.all_reduce(total, group=mesh.group(*axes))
-        if int(total) != sum(2**rank for rank in mesh.ranks(*axes)):
-            raise SystemExit(f"rank {mesh.rank}: along {axes} the sum is {int(total)}, of ranks {mesh.ranks(*axes)}")
 
 
 def main(replica: int, port: int) -> None:
@@ -36,7 +28,7 @@ def main(replica: int, port: int) -> None:
             if mesh.rank not in mesh:
                 mesh = mesh.stand_by(timeout=minute)
                 continue
-            step(mesh)
+            check_sums(groups_of(mesh))
             steps += 1
             if (mesh.rank, steps) == (5, STEPS):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +41,7 @@ def main(replica: int, port: int) -> None:
             mesh, steps = mesh.shrink("dp", timeout=minute), 0
             mesh.connect("dp", "tp", ("dp", "tp"), timeout=minute) if mesh.rank in mesh else None
     if mesh.rank in mesh:
-        step(mesh)  # no rank leaves before the others are done
+        check_sums(groups_of(mesh))  # no rank leaves before the others are done
     sys.stdout.write(f"PASS rank {mesh.rank} {text or [*mesh]}\n")  # in one piece
     sys.stdout.flush()
     dist.destroy_process_group()

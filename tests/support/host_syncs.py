@@ -9,7 +9,7 @@ It knows the operations of torch whose result has to be on the host: values, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,39 +21,26 @@ FUNCTIONS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
 OPERATIONS = ("_local_scalar_dense", "bincount", "nonzero", "masked_select", "unique", "_unique2", "equal", "histogram")
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in FUNCTIONS:
-            self.found.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        unknown_size = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-        masked = any(each is not None and each.dtype is torch.bool for each in indices)
-        if name in OPERATIONS or unknown_size or masked:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def host_syncs() -> Iterator[list[str]]:
     """Names of the operations inside for which the host would wait for a GPU."""
     found: list[str] = []
-    with _Functions(found), _Operations(found):
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in FUNCTIONS:
+                found.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            unknown_size = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+            indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+            masked = any(each is not None and each.dtype is torch.bool for each in indices)
+            if name in OPERATIONS or unknown_size or masked:
+                found.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with Functions(), Operations():
         yield found

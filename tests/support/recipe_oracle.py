@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tests.support.layout_oracle import LayoutOracle
 
@@ -23,8 +24,8 @@ def groups(
     return [*LayoutOracle(axes, shape, range(offset, offset + math.prod(shape))).partition(*along)]
 
 
-def chunks(block: Block, size: int) -> list[Block]:
-    """The block cut into contiguous pieces of ``size`` ranks."""
+def chunks(block: Sequence[Any], size: int) -> list[Any]:
+    """A block, or a list of them, cut into contiguous pieces of a size."""
     return [block[start : start + size] for start in range(0, len(block), size)]
 
 
@@ -89,10 +90,7 @@ def megatron(
     pipelines = of_dense("pp")
     inside = dense["dp"] * cp // instances
     expert_inside = expert["dp"] // instances
-    instance: list[Block] = []
     models = of_expert("tp", "ep", "pp")
-    for start in range(0, len(models), expert_inside):
-        instance.append(tuple(sorted(rank for model in models[start : start + expert_inside] for rank in model)))
     found = {
         "tensor": of_dense("tp"),
         "pipeline": pipelines,
@@ -113,11 +111,10 @@ def megatron(
         "expert-data": of_expert("dp"),
         "data+context in instance": [part for ranks in of_dense("dp", "cp") for part in chunks(ranks, inside)],
         "expert-data in instance": [part for ranks in of_expert("dp") for part in chunks(ranks, expert_inside)],
-        "instance": instance,
+        "instance": [tuple(sorted(sum(part, ()))) for part in chunks(models, expert_inside)],
         "between instances": [part for ranks in of_expert("dp") for part in strides(ranks, expert_inside)],
     }
     for level in range(len(hierarchical)):
-        found[f"context level {level + 1}"] = [
-            part for ranks in of_dense("cp") for part in levels(ranks, hierarchical)[level]
-        ]
+        parts = [part for ranks in of_dense("cp") for part in levels(ranks, hierarchical)[level]]
+        found[f"context level {level + 1}"] = parts
     return found

@@ -118,27 +118,22 @@ def check_plan(plan: Any, case: Case) -> None:
             assert peer != rank
             assert moved <= held[peer]
             arrived += moved
-            load[peer] += len(elements(case.shape, region)[start:stop])
+            load[peer] += moved.total()
             nearby[peer] += (stop - start) * (peer in near[rank])
         assert arrived == wanted.get(rank, Counter())
         need = sum((wanted.get(rank, Counter()) - held.get(rank, Counter())).values())
         assert (mine.received, mine.floor) == (need, need)
-        assert mine.leaving == (load_far(mine, near[rank]) if case.hosts else 0)
+        far = sum(each.stop - each.start for each in mine.sends if each.peer not in near[rank])
+        assert mine.leaving == (far if case.hosts else 0)
     for holders in replicas(held):
         missing = {
             rank: sum(((wanted[rank] - held.get(rank, Counter())) & held[holders[0]]).values()) for rank in wanted
         }
-        total = sum(missing.values())
-        shares = {rank: load[rank] for rank in holders}
-        assert sum(shares.values()) == total
+        assert sum(load[rank] for rank in holders) == sum(missing.values())
         for host in case.hosts or ():
             here = [rank for rank in holders if rank in host]
             near_ones = sum(missing.get(rank, 0) for rank in host) if here else 0
             assert sum(nearby[rank] for rank in here) == near_ones, "near ranks come first"
-
-
-def load_far(plan: Any, near: set[int]) -> int:
-    return sum(each.stop - each.start for each in plan.sends if each.peer not in near)
 
 
 def replicas(held: dict[int, Counter[int]]) -> list[list[int]]:

@@ -17,31 +17,24 @@ class MutantBoard(FaultyBoard):
         super().__init__(board=board)
 
 
-class _Decides(MutantBoard):
-    """A board on which a rank believes that its own decision is in the store."""
+class Stubborn(MutantBoard):
+    """A rank believes that its own decision is in the store. It ignores one that is there."""
 
     def perform(self, store: Any, operation: Operation) -> Any:
         if not isinstance(operation, CompareSet) or not operation.key.endswith("/decision"):
             return super().perform(store, operation)
-        self.decide(store, operation)
+        super().perform(store, self.instead_of(operation))
         return operation.value.encode()
 
-    def decide(self, store: Any, operation: CompareSet) -> None:
-        raise NotImplementedError
+    def instead_of(self, operation: CompareSet) -> Operation:
+        return operation
 
 
-class Overwriting(_Decides):
+class Overwriting(Stubborn):
     """It overwrites a decision that is there."""
 
-    def decide(self, store: Any, operation: CompareSet) -> None:
-        super(_Decides, self).perform(store, Set(operation.key, operation.value))
-
-
-class Stubborn(_Decides):
-    """It ignores a decision that is there."""
-
-    def decide(self, store: Any, operation: CompareSet) -> None:
-        super(_Decides, self).perform(store, operation)
+    def instead_of(self, operation: CompareSet) -> Operation:
+        return Set(operation.key, operation.value)
 
 
 class AllLost(Statuses):

@@ -170,13 +170,11 @@ class Space:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Disable the garbage collector, which takes long with a million states and finds nothing."""
-        before = gc.isenabled()
         gc.disable()
         try:
             yield
         finally:
-            if before:
-                gc.enable()
+            gc.enable()
 
     def _trace(self, state: State) -> list[str]:
         """The path to a state, as text."""
