@@ -108,8 +108,7 @@ def test_mismatch_is_raised_on_all_arrived_ranks():
     for what, (_, words) in DIFFER.items():
         came = ranks[3][what].start
         for failed in (seen[what] for seen in ranks):
-            print(failed, failed.end - came)
-            assert failed.kind == "MismatchError"
+            assert failed.kind == "MismatchError", failed
             assert failed.text.count(words) == failed.text.count("is not the same on all ranks") == 1
             assert failed.end - came < 0.1 + SLACK
 
@@ -177,8 +176,7 @@ def test_missing_rank_is_named_with_its_status(tmp_path: Path):
     seen = results(fast_world(4).outcomes(one_never_comes, tmp_path))
     early, late = seen[:2], seen[2:]
     for failed, lines, again in early:
-        print(failed, lines)
-        assert failed.kind == "MissingRanksError"
+        assert failed.kind == "MissingRanksError", failed
         for text in (failed.text, lines[0].text):
             assert "group 0 of mesh 'everyone' (ranks 0, 1, 2, 3): ranks 2, 3 did not arrive" in text
             assert re.search(r"rank 2: connecting group 0 of mesh 'pair' .* at test_faults.py:\d+, waiting for", text)
@@ -191,11 +189,10 @@ def test_missing_rank_is_named_with_its_status(tmp_path: Path):
     assert min(failed.took for failed, *_ in early) >= D - 0.01
     assert max(failed.took for failed, *_ in early) < D + SLACK
     for rank, (failed, lines, again) in zip((2, 3), late):  # each logs the last decision at once, and waits for a retry
-        print("late", failed, lines)
         (line,) = [each for each in lines if f"failed before rank {rank} arrived" in each.text]
         assert early[0][0].text in line.text
         assert line.at - failed.start < 0.1 + SLACK / 2
-        assert failed.kind == "MissingRanksError"
+        assert failed.kind == "MissingRanksError", failed
         assert D - 0.2 <= failed.took < D + SLACK  # the deadline of one of them ends the attempt of both
         assert not again.kind, again.text
 
@@ -229,9 +226,8 @@ def test_rank_killed_during_connect_is_named(tmp_path: Path, moment: str):
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_dies, tmp_path, moment), 3)
     for failed, since_death in seen:
-        print(failed, since_death)
         if moment != "in" or failed.kind:
-            assert failed.kind == "MissingRanksError"
+            assert failed.kind == "MissingRanksError", failed
             assert "rank 3" in failed.text
             assert ("rank 3 did not arrive" if moment == "before arriving" else "first collective") in failed.text
         if moment != "in":  # known before it is silent
@@ -291,8 +287,7 @@ def test_stopped_rank_is_named_and_may_return(tmp_path: Path):
     assert not any(again.kind for _, again, _ in seen)
     assert not seen[3][0].kind  # it connects with the retry of the others
     for failed, _, _ in seen[:3]:
-        print(failed, failed.end - stopped)
-        assert failed.kind == "MissingRanksError"
+        assert failed.kind == "MissingRanksError", failed
         assert failed.text == seen[0][0].text
         assert re.search(r"rank 3 has sent no heartbeat for at least \d+ s", failed.text)
     assert max(failed.end for failed, *_ in seen[:3]) - stopped < H + BEAT + SLACK
@@ -338,12 +333,9 @@ def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
         own.run(dist.get_rank)
         with meanwhile(lambda: send(own.pids[2])):
             seen = results(own.outcomes(one_is_signalled, tmp_path, how))
-    for failed, again in seen:
-        print(failed, failed.end - sent[0])
-        assert not again.kind, again.text
-    for rank in (0, 1):
-        failed = seen[rank][0]
-        assert failed.kind == "MissingRanksError"
+    assert not any(again.kind for _, again in seen), seen
+    for failed, _ in seen[:2]:
+        assert failed.kind == "MissingRanksError", failed
         assert re.search(r"was cancelled because rank 2 stopped connecting at test_faults.py:\d+: ", failed.text)
         assert failed.end - sent[0] < 0.2 + SLACK
     assert seen[2][0].kind == how
@@ -378,8 +370,7 @@ def one_is_interrupted(where: str) -> Attempt:
 def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
     seen = results(fast_world(4).outcomes(one_is_interrupted, where))
     for failed in seen:
-        print(failed)
-        assert failed.kind == ("KeyboardInterrupt" if failed is seen[3] else "MissingRanksError")
+        assert failed.kind == ("KeyboardInterrupt" if failed is seen[3] else "MissingRanksError"), failed
         assert failed.end - seen[3].end < 0.2 + SLACK
     assert all("rank 3" in failed.text and "KeyboardInterrupt" in failed.text for failed in seen[:3])
 
@@ -410,8 +401,7 @@ def test_second_process_of_rank_is_named_everywhere(tmp_path: Path):
         seen = [Attempt(*read_result(tmp_path, f"failed {rank} {number}")) for rank, number in processes]
         pids = [process.pid for process in ranks.all[2:]]
     for failed in seen:
-        print(failed.end - started, failed)
-        assert failed.kind == "MismatchError"
+        assert failed.kind == "MismatchError", failed
         both = re.search(r"both process (\d+) on \S+ and process (\d+) on \S+ connect as rank 2", failed.text)
         assert both is not None, failed.text
         assert sorted(map(int, both.groups())) == sorted(pids)

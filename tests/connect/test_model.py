@@ -11,21 +11,15 @@ from tests.connect.model.mutants import KNOT, MUTANTS
 from tests.connect.model.programs import PAIRS_AND_TRIPLE, Program, at_once, one_after_another
 from tests.connect.model.space import ConnectSpace
 from tests.support.faults import STATES
-from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, Seen, check
+from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, check
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
 
 
-def explore(programs: Sequence[Program], faults: Faults = NO_FAULTS, most: int = MANY) -> Seen:
+def explore(programs: Sequence[Program], faults: Faults = NO_FAULTS, most: int = MANY) -> None:
     """Try everything that can happen, and assert the laws."""
     space = ConnectSpace(programs, faults)
-    return check(space.explore(most), space, most)
-
-
-def walk(programs: Sequence[Program], faults: Faults, walks: int, chance: random.Random) -> Seen:
-    """Take random walks, and assert the laws."""
-    space = ConnectSpace(programs, faults)
-    return check(space.walk(walks, chance), space)
+    check(space.explore(most), space, most)
 
 
 @pytest.mark.parametrize("programs", [(one_after_another(AB, AB),) * 2, (at_once(ABC),) * 3])
@@ -78,16 +72,14 @@ def test_three_ranks_retry_the_groups_that_failed(programs, faults):
     groups = [(ABC,)] * 3 if programs == "one group" else [(AB,), (AB, BC), (BC,)]
     retries = [at_once(*mine, after="retry") for mine in groups]
     explore(retries, faults, 4 * STATES)
-    walk(retries, faults, 20, random.Random(3))
+    space = ConnectSpace(retries, faults)
+    check(space.walk(20, random.Random(3)), space)
 
 
-def test_interrupted_rank_retries():
-    explore((at_once(AB, after="retry"),) * 2, Faults(interrupts=1))
-
-
-def test_stopped_rank_retries_after_it_continues():
-    """It may count as lost. Then both ranks get this outcome, and a retry works."""
-    explore((at_once(AB, after="retry"), at_once(AB, after="retry")), Faults(silences=1, long_times=2))
+@pytest.mark.parametrize("faults", [Faults(interrupts=1), Faults(silences=1, long_times=2)], ids=str)
+def test_interrupted_or_stopped_rank_retries(faults: Faults):
+    """A stopped rank may count as lost. Then both ranks get this outcome, and a retry works."""
+    explore((at_once(AB, after="retry"),) * 2, faults)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

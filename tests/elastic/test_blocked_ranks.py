@@ -77,7 +77,6 @@ def test_abort_wakes_ranks_in_a_collective(tmp_path: Path, collective: str):
     found = [each for per_rank in seen for each in per_rank]
     assert {absent for absent, _, failed in found if failed.kind} == {*ABSENT}
     for absent, seconds, failed in found:
-        print(absent, seconds, failed)
         if not failed.kind:
             continue  # it did not need the absent rank
         assert seconds < 1.0 + SLACK, f"without {absent}: {seconds:.1f} s after the abort, {failed}"
@@ -113,8 +112,7 @@ def test_late_connection_ends_no_survivor(tmp_path: Path):
     """Of each two ranks, the one with the greater port connects: six pairs, so that it is the late one in some."""
     with fresh_world(5) as own:
         for failed in results(own.outcomes(connect_late, tmp_path)):
-            print(failed)
-            assert all(each.kind for each in failed)
+            assert all(each.kind for each in failed), failed
 
 
 TIMEOUT = 4.0  # seconds, of the groups
@@ -158,7 +156,6 @@ def test_send_to_killed_rank_fails_within_timeout(tmp_path: Path):
         seen = results(own.outcomes(send_or_wait, tmp_path), 1)
     assert len(seen) == 2
     for failed, mesh in seen:
-        print(failed, failed.took)
         assert failed.kind
-        assert failed.took < TIMEOUT + 1.0 + SLACK
+        assert failed.took < TIMEOUT + 1.0 + SLACK, failed
         assert mesh == "ProcessGroupMesh(dp=2, ranks=range(0, 4, 2), name='train#1')"

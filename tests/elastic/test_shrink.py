@@ -100,9 +100,8 @@ def test_shrink_after_kill_takes_one_second(tmp_path: Path):
     seen = run(tmp_path, 4, drop_along_dp, kill, [3])
     assert len(seen) == 3
     for failed, change, mesh, end in seen:
-        print(failed, change, mesh, end - killed[0])
         # Gloo's own text, if its connection ended before the listener of the killed process did.
-        assert failed.kind in ("MissingRanksError", "LifetimeError") or "Connection" in failed.text
+        assert failed.kind in ("MissingRanksError", "LifetimeError") or "Connection" in failed.text, failed
         assert mesh == "ProcessGroupMesh(dp=1, tp=2, ranks=range(2), name='train#1')"
         assert change.startswith("mesh 'train': 4 ranks, and now 2\n")
         assert "\n  lost: rank 3 has ended: its listener at 127.0.0.1:" in change
@@ -145,8 +144,7 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     seen = run(tmp_path, 5, one_is_stopped, stop, [])
     for rank in (0, 1, 2):
         failed, mesh, end = seen[rank]
-        print(failed, mesh, end - stopped[0])
-        assert "rank 3 has sent no heartbeat for at least" in failed.text
+        assert "rank 3 has sent no heartbeat for at least" in failed.text, failed
         assert mesh == "ProcessGroupMesh(dp=2, tp=2, ranks=(0, 1, 2, 4), name='train#1')"
         assert end - stopped[0] < H + 2 * BEAT + SLACK
     failed, refused, _ = seen[3]
@@ -191,10 +189,8 @@ def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
     seen = run(tmp_path, 3, one_aborts, lambda own: None, [])
     when = seen[0][1]
     for rank, (failed, _) in enumerate(seen):
-        print(failed, failed.end - when)
         assert failed.kind
-        if rank < 2:
-            assert failed.end - when < 0.5 + SLACK
+        assert rank == 2 or failed.end - when < 0.5 + SLACK, failed
 
 
 KEPT = {"descriptors": 4, "threads": 2}

@@ -111,7 +111,6 @@ def test_mesh_shrinks_during_a_cut(
         set_state(hosts, "up")
         for rank in FAR:  # its call waits for the store until the link is restored
             failed = Attempt(*read_result(tmp_path, f"cut {rank}"))
-            print(f"rank {rank}, {failed.end - cut:.2f} s: {failed}")
             assert failed.kind == "MembershipError", failed
         wait_for_flags(tmp_path, "stands by", FAR)
         ranks[VICTIM].kill()

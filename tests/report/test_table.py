@@ -71,14 +71,6 @@ def test_rank_that_does_not_run_has_its_reason(ago: float, exited: str, ended: t
     assert (row.state, row.seconds, row.text) == (state, int(ago), text)
 
 
-@pytest.mark.parametrize("skew", [-1000.0, 1000.0])
-def test_rank_with_another_clock_is_not_silent(skew: float):
-    def beat(client: MemoryClient) -> None:
-        client.values[status_key(1)] = status(1, skew - 1.0).pack().encode()
-
-    assert report_of(status(0), status(1, skew), between=beat).rows[1].state == "runs"
-
-
 def test_rank_without_status_says_how_to_get_one():
     report = report_of(status(0))
     assert report.rows[1] == Row(1)
@@ -86,11 +78,16 @@ def test_rank_without_status_says_how_to_get_one():
     assert f"{report}".endswith(f"1     -      -     -      -     {report.rows[1].text}")
 
 
-def test_report_waits_for_first_status():
-    def begin(client: MemoryClient) -> None:
-        client.values[status_key(1)] = status(1).pack().encode()
+@pytest.mark.parametrize(
+    ("first", "sent"),
+    [([], 0.0), ([status(1, -1000.0)], -1001.0), ([status(1, 1000.0)], 999.0)],
+    ids=["no status at first", "a clock ahead", "a clock behind"],
+)
+def test_rank_that_beats_meanwhile_runs(first: list[RankStatus], sent: float):
+    def beat(client: MemoryClient) -> None:
+        client.values[status_key(1)] = status(1, sent).pack().encode()
 
-    assert report_of(status(0), between=begin).rows[1].state == "runs"
+    assert report_of(status(0), *first, between=beat).rows[1].state == "runs"
 
 
 DP = "group dp of mesh 'train'"
