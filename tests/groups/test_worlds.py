@@ -237,9 +237,7 @@ def lose_a_rank(rank: int, port: int, folder: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "statuses"),
-    [(outlive_default_world, [7, 7, 7]), (lose_a_rank, [7, 7, -signal.SIGKILL])],
-    ids=["default world ends", "rank is killed"],
+    ("body", "statuses"), [(outlive_default_world, [7, 7, 7]), (lose_a_rank, [7, 7, -signal.SIGKILL])]
 )
 def test_world_outlives(tmp_path: Path, body: Callable[..., None], statuses: list[int]):
     own_port = free_port()

@@ -60,15 +60,9 @@ def test_fake_world_destroys_no_other_world():
 
 def test_an_existing_world_is_not_replaced():
     launch.fake_world(1, 4)
-    assert_raises(
-        WorldError,
-        lambda: launch.fake_world(5, 64),
-        """
-        fake_world(5, 64): this process is rank 1 of a world of 4 already.
-
-          torch.distributed.destroy_process_group()   # leave that world first
-        """,
-    )
+    call = "torch.distributed.destroy_process_group()"
+    text = f"fake_world(5, 64): this process is rank 1 of a world of 4 already.\n\n  {call}"
+    assert_raises(WorldError, lambda: launch.fake_world(5, 64), text)
     assert dist.get_world_size() == 4
 
 
