@@ -26,7 +26,6 @@ LONGEST = (
     "faults/test_torch_hazards",
     "resharding/test_resharder",
     "elastic/test_pauses",
-    "elastic/test_blocked_ranks",
     "interop/test_device_mesh",
     "elastic/test_shrink",
     "parallel/test_verify",

@@ -216,14 +216,14 @@ PlaceFinder.find = lambda self, progress: type(original(self, progress))()
         "elastic.md",
         "elastic/aborts.py",
         "import os\n\naborted_key = lambda generation: f'{generation.key}/aborted/{os.getpid()}'",
-        "tests/elastic/test_shrink.py -k abort_wakes",
+        "tests/elastic/test_shrink.py -k abort_wakes_all",
     ),
     "open_sockets": Mutation(
         "an abort wakes ranks that are blocked in a collective",
         "elastic.md",
         "elastic/sockets.py",
         "shut_down = lambda stores: None",
-        "tests/elastic/test_blocked_ranks.py -k abort_wakes",
+        "tests/elastic/test_shrink.py -k abort_wakes_ranks",
     ),
     "last_spare_first": Mutation(
         "each lost rank is replaced by a spare, in the order of spares",
