@@ -59,10 +59,7 @@ ALIKE: dict[str, Any] = {"dp": 2, "tp": 2, "ranks": range(4)}
 DIFFER: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"dp": 4, "tp": 1}, "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3"),
     "axes": ({"dp": 2, "cp": 2}, "axes: ['dp', 'tp'] on ranks 0, 1, 2, ['dp', 'cp'] on rank 3"),
-    "ranks": (
-        {"dp": 2, "tp": 2, "ranks": [3, 1, 2, 0]},
-        "ranks: (0, 1, 2, 3) on ranks 0, 1, 2, (3, 1, 2, 0) on rank 3",
-    ),
+    "ranks": ({**ALIKE, "ranks": [3, 1, 2, 0]}, "ranks: (0, 1, 2, 3) on ranks 0, 1, 2, (3, 1, 2, 0) on rank 3"),
     "timeout": (ALIKE, f"timeout: {worlds.DEADLINE} on ranks 0, 1, 2, 7.0 on rank 3"),
     "backend": (ALIKE, "backend: gloo on ranks 0, 1, 2, cpu:gloo on rank 3"),
     "world": (ALIKE, "size of the world: 4 on ranks 0, 1, 2, 5 on rank 3"),
@@ -81,36 +78,29 @@ def larger_world() -> Iterator[None]:
         yield
 
 
-def differ() -> dict[str, Attempt]:
-    bystander, seen = beat_fast_with_bystander(), {}
-    odd = dist.get_rank() == 3
-    for what, (theirs, _) in DIFFER.items():
+@pytest.mark.fault("shape, axes, rank order, options differ between ranks")
+@on_ranks(4, "fast")
+def test_mismatch_is_raised_on_all_arrived_ranks(tmp_path: Path):
+    """Once, though several groups differ; a retry works at once. test_rounds.py has the exact time."""
+    bystander, odd = beat_fast_with_bystander(), dist.get_rank() == 3
+    for what, (theirs, words) in DIFFER.items():
         with larger_world() if odd and what == "world" else contextlib.nullcontext():
             mesh = ProcessGroupMesh(**(theirs if odd else ALIKE), name=f"actor, {what}")
             if odd and what in CONFIGURED:
                 mesh.configure(*mesh.axes, **CONFIGURED[what])
             if odd:
                 wait_until_waiting(0, 1, 2)
-            seen[what] = attempt(lambda mesh=mesh: mesh.connect(*mesh.axes, mesh.axes, timeout=LONG_TIMEOUT))
+                write_result(tmp_path, what, time.monotonic())
+            failed = attempt(lambda mesh=mesh: mesh.connect(*mesh.axes, mesh.axes, timeout=LONG_TIMEOUT))
+        assert failed.kind == "MismatchError", failed
+        assert failed.text.count(words) == failed.text.count("is not the same on all ranks") == 1, failed
+        assert failed.end - read_result(tmp_path, what)[0] < 0.1 + SLACK
         check_sums(groups_of(bystander))
         mesh.close()
         right = ProcessGroupMesh(**ALIKE, name=mesh.name)
         connect_and_check(right, "dp", "tp", ("dp", "tp"))
         right.close()
         dist.barrier()
-    return seen
-
-
-@pytest.mark.fault("shape, axes, rank order, options differ between ranks")
-def test_mismatch_is_raised_on_all_arrived_ranks():
-    """Once, though several groups differ; a retry works at once. test_rounds.py has the exact time."""
-    ranks = results(fast_world(4).outcomes(differ))
-    for what, (_, words) in DIFFER.items():
-        came = ranks[3][what].start
-        for failed in (seen[what] for seen in ranks):
-            assert failed.kind == "MismatchError", failed
-            assert failed.text.count(words) == failed.text.count("is not the same on all ranks") == 1
-            assert failed.end - came < 0.1 + SLACK
 
 
 @pytest.mark.fault("ranks `connect` in a circle")
@@ -299,48 +289,34 @@ SIGNALS = {
 }
 
 
-def one_is_signalled(folder: Path, how: str) -> tuple[Attempt, Attempt]:
-    """Rank 2 is sent a signal while 0, 1 and 2 wait for 3."""
+@pytest.mark.fault("Ctrl-C or SIGTERM while connecting")
+@pytest.mark.parametrize("how", SIGNALS)
+@on_ranks(4, fresh=True)
+def test_signal_during_connect_is_named_on_peers(how: str, tmp_path: Path):
+    """Rank 2 is sent a signal while 0, 1 and 2 wait for 3, which then connects with the retry of the others."""
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     number, handler = SIGNALS[how]
-    if mesh.rank == 3:
-        wait_until_waiting(0, 1, 2)
-        set_flag(folder, "signal")
-        wait_for_flag(folder, "done 0")
-        wait_for_flag(folder, "done 1")
     if mesh.rank == 2:
         signal.signal(number, handler)
+        write_result(tmp_path, "pid", os.getpid())
+    if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2)
+        write_result(tmp_path, "sent", time.monotonic())
+        os.kill(read_result(tmp_path, "pid")[0], number)
+        wait_for_flags(tmp_path, "done", range(2))
     failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
-    set_flag(folder, f"done {mesh.rank}")
+    set_flag(tmp_path, f"done {mesh.rank}")
     assert signal.getsignal(number) == handler or mesh.rank != 2
-    again = attempt(lambda: connect_and_check(mesh, mesh.axes))
+    connect_and_check(mesh, mesh.axes)
     check_sums(groups_of(bystander))
-    return failed, again
-
-
-@pytest.mark.fault("Ctrl-C or SIGTERM while connecting")
-@pytest.mark.parametrize("how", SIGNALS)
-def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
-    sent = []
-
-    def send(pid: int) -> None:
-        wait_for_flag(tmp_path, "signal")
-        sent.append(time.monotonic())
-        os.kill(pid, SIGNALS[how][0])
-
-    with fresh_world(4) as own:
-        own.run(dist.get_rank)
-        with meanwhile(lambda: send(own.pids[2])):
-            seen = results(own.outcomes(one_is_signalled, tmp_path, how))
-    assert not any(again.kind for _, again in seen), seen
-    for failed, _ in seen[:2]:
-        assert failed.kind == "MissingRanksError", failed
-        assert re.search(r"was cancelled because rank 2 stopped connecting at test_faults.py:\d+: ", failed.text)
-        assert failed.end - sent[0] < 0.2 + SLACK
-    assert seen[2][0].kind == how
-    assert seen[2][0].end - sent[0] < 0.2 + SLACK
-    assert not seen[3][0].kind  # it connects with the retry of the others
+    assert failed.kind == ("MissingRanksError", "MissingRanksError", how, "")[mesh.rank], failed
+    if mesh.rank < 2:
+        assert re.search(r"was cancelled because rank 2 stopped connecting at test_faults.py:\d+: ", failed.text), (
+            failed
+        )
+    if mesh.rank < 3:
+        assert failed.end - read_result(tmp_path, "sent")[0] < 0.2 + SLACK, failed
 
 
 INTERRUPTS = {
@@ -351,7 +327,10 @@ INTERRUPTS = {
 """Ctrl-C in this process, at one place of ``connect``. connect/test_model.py has those at the other operations."""
 
 
-def one_is_interrupted(where: str) -> Attempt:
+@pytest.mark.fault("Ctrl-C or SIGTERM while connecting")
+@pytest.mark.parametrize("where", INTERRUPTS)
+@on_ranks(4, "fast")
+def test_interrupt_before_or_after_arrival_reaches_peers(where: str, tmp_path: Path):
     """Rank 3 is interrupted. It has a connected group, so it reads the key under which others tell that one broke."""
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -360,19 +339,13 @@ def one_is_interrupted(where: str) -> Attempt:
         wait_until_waiting(0, 1, 2)
     with INTERRUPTS[where](raises(KeyboardInterrupt())) if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect("dp", mesh.axes, timeout=LONG_TIMEOUT))
+    if mesh.rank == 3:
+        write_result(tmp_path, "interrupted", failed.end)
     check_sums(groups_of(bystander))
     connect_and_check(mesh, mesh.axes)
-    return failed
-
-
-@pytest.mark.fault("Ctrl-C or SIGTERM while connecting")
-@pytest.mark.parametrize("where", INTERRUPTS)
-def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
-    seen = results(fast_world(4).outcomes(one_is_interrupted, where))
-    for failed in seen:
-        assert failed.kind == ("KeyboardInterrupt" if failed is seen[3] else "MissingRanksError"), failed
-        assert failed.end - seen[3].end < 0.2 + SLACK
-    assert all("rank 3" in failed.text and "KeyboardInterrupt" in failed.text for failed in seen[:3])
+    assert failed.kind == ("KeyboardInterrupt" if mesh.rank == 3 else "MissingRanksError"), failed
+    assert failed.end - read_result(tmp_path, "interrupted")[0] < 0.2 + SLACK
+    assert mesh.rank == 3 or ("rank 3" in failed.text and "KeyboardInterrupt" in failed.text), failed
 
 
 TWICE = 2
