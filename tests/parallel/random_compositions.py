@@ -34,38 +34,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, l
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from pgmesh import PgmeshError, ProcessGroupMesh
+from pgmesh import PgmeshError, ProcessGroupMesh, parallel
 from pgmesh.launch.spawning import Outcome
-from pgmesh.parallel import (
-    Composition,
-    ContextParallel,
-    DataParallel,
-    ExpertParallel,
-    Method,
-    ShardedDataParallel,
-    TensorParallel,
-    attention_plan,
-    compose,
-)
+from pgmesh.parallel import Composition, ContextParallel, ExpertParallel, Method, TensorParallel, compose
 from pgmesh.parallel.schedules import SCHEDULES
-from tests.support import expert_models
+from tests.support import expert_models, parallel_models
 from tests.support.expert_models import ExpertBlock
 from tests.support.own_methods import AverageLater
-from tests.support.parallel_models import (
-    CONTEXT,
-    STEPS,
-    TOLERANCE,
-    Adapted,
-    Block,
-    TinyGPT,
-    TrainingRun,
-    assert_same,
-    batch,
-    gradients_of,
-    named_weights,
-    optimizer_of,
-    weights_of,
-)
+from tests.support.parallel_models import TOLERANCE, Adapted, TinyGPT, TrainingRun, batch, named_weights, optimizer_of
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import world
@@ -75,7 +51,7 @@ DEADLINE, GRACE = 90.0, 10.0
 
 MAX_NORM, IGNORED, EVERY = 0.5, -100, 2
 
-ATTENTION_PLAN = attention_plan("blocks.*", ["qkv"], "out")
+ATTENTION_PLAN = parallel.attention_plan("blocks.*", ["qkv"], "out")
 PLANS = {
     "blocks": BLOCK_PLAN,
     "vocabulary": VOCABULARY_PLAN,
@@ -258,7 +234,7 @@ def model_of(drawn: Drawn, seed: int = 0) -> TinyGPT:
     if drawn.experts:
         block = partial(ExpertBlock, drawn.stacked)
     else:
-        block = partial(Block, heads=8 if drawn.size("tp") * drawn.size("cp") > 4 else 4)
+        block = partial(parallel_models.Block, heads=8 if drawn.size("tp") * drawn.size("cp") > 4 else 4)
     model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=block, seed=seed)
     if drawn.frozen == "half":
         for part in (model.tokens, model.places, *model.blocks[: drawn.layers // 2]):
@@ -337,14 +313,14 @@ def data_methods(mesh: ProcessGroupMesh, drawn: Drawn) -> Iterator[Method]:
         return
     axes = ("dpa", "dpb") if drawn.viewed else ("dp",)
     if drawn.data == "data":
-        yield DataParallel(mesh, *axes, gradient_as_bucket_view=drawn.seed % 2 == 0)
+        yield parallel.DataParallel(mesh, *axes, gradient_as_bucket_view=drawn.seed % 2 == 0)
         return
     how = dict[str, Any]()
     if drawn.data == "hybrid":
         how["replicate"] = "cp" if drawn.context and drawn.seed % 2 else axes[0]
     if drawn.seed % 3 == 0:
         how["reshard_after_forward"] = False
-    yield ShardedDataParallel(mesh, *axes, **how)
+    yield parallel.ShardedDataParallel(mesh, *axes, **how)
 
 
 def plan_of(drawn: Drawn) -> dict[str, ParallelStyle]:
@@ -404,21 +380,21 @@ def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[Train
     """Train in one process, each replica with its parts of the rows. Replicas average weights later."""
     models = [model_of(replace(drawn, compiled=False)) for _ in replicas]
     optimizers, runs = [optimizer_of(model.parameters()) for model in models], [TrainingRun() for _ in replicas]
-    for step in range(STEPS):
+    for step in range(parallel_models.STEPS):
         codes, target = batch_of(drawn, step, run)
         for model, optimizer, parts, found in zip(models, optimizers, replicas, runs):
             optimizer.zero_grad()
             found.losses.append(backward_alone(drawn, model, codes, target, parts))
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if drawn.clip else math.inf, drawn.norm_type)
             found.norms.append(norm.item())
-            found.gradients.append(gradients_of(model))
+            found.gradients.append(parallel_models.gradients_of(model))
             optimizer.step()
         if len(models) > 1 and (step + 1) % EVERY == 0:
             with torch.no_grad():
                 for weights in zip(*(model.parameters() for model in models), strict=True):
                     torch._foreach_copy_(weights, [torch.stack(weights).mean(0)] * len(weights))
     for model, found in zip(models, runs):
-        found.weights = weights_of(model)
+        found.weights = parallel_models.weights_of(model)
     return runs
 
 
@@ -500,7 +476,7 @@ def train_and_compare(
 ) -> tuple[set[str], set[str], float]:
     optimizer = together.attach(optimizer_of(model.parameters()))
     compare = Comparison(model)
-    for step in range(STEPS):
+    for step in range(parallel_models.STEPS):
         optimizer.zero_grad()
         value = backward(drawn, together, model, loss, step, run)
         kind = {"norm_type": drawn.norm_type}
@@ -510,7 +486,7 @@ def train_and_compare(
         compare.number(f"norm of step {step}", norm.item(), expected.norms[step])
         compare.gradients(step, expected.gradients[step])
         optimizer.step()
-    compare.tensors("weights", weights_of(model), expected.weights)
+    compare.tensors("weights", parallel_models.weights_of(model), expected.weights)
     names = {name for name, _ in named_weights(model)}
     found = [*together.named_parameters(model)]
     assert {name for name, _ in found} <= {*expected.gradients[0], *expected.weights}
@@ -550,7 +526,7 @@ def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses
 def part_of(drawn: Drawn, together: Composition, codes: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     given = {"inputs": codes, "labels": target}
     if drawn.context:
-        given["positions"] = torch.arange(CONTEXT).expand(len(codes), -1)
+        given["positions"] = torch.arange(parallel_models.CONTEXT).expand(len(codes), -1)
     if drawn.ragged:  # the program splits the rows itself
         context = [each for each in together.methods if isinstance(each, ContextParallel)]
         given = {name: each.split(drawn.rows_of_parts)[together.rank] for name, each in given.items()}
@@ -575,7 +551,7 @@ class Comparison:
 
     def gradients(self, step: int, expected: dict[str, torch.Tensor]) -> None:
         """Compare gradients, and which weights have one."""
-        found = gradients_of(self.model)
+        found = parallel_models.gradients_of(self.model)
         trained = {name for name, weight in named_weights(self.model) if weight.requires_grad and weight.numel()}
         missing = sorted((trained & expected.keys()) - found.keys())
         assert not missing, f"gradients of step {step}: none of {missing[:3]}"
@@ -583,7 +559,7 @@ class Comparison:
 
     def tensors(self, what: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         if found:  # a frozen stage has no gradients
-            self.greatest = max(self.greatest, assert_same(what, found, expected))
+            self.greatest = max(self.greatest, parallel_models.assert_same(what, found, expected))
 
 
 @dataclass(frozen=True)

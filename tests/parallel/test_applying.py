@@ -16,17 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import (
-    DataParallel,
-    ExpertParallel,
-    Method,
-    ShardedDataParallel,
-    TensorParallel,
-    compose,
-    local,
-    verify,
-)
+from pgmesh import MethodError, ProcessGroupMesh, parallel
+from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, TensorParallel, compose, verify
 from pgmesh.parallel.composing import INITIALIZE
 from tests.support.expert_models import ExpertBlock
 from tests.support.message_assertions import last_call
@@ -222,7 +213,7 @@ def test_initialized_weights_are_those_of_one_process(mesh: ProcessGroupMesh, ki
         torch.manual_seed(seed)
         with torch.no_grad():
             for weight in model.parameters():
-                local(weight).normal_()
+                parallel.local(weight).normal_()
         with pytest.raises(MethodError, match=text) if text else nullcontext():
             step()
     torch.manual_seed(mesh.rank)

@@ -16,20 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError
+from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError, parallel
 from pgmesh.layout import Axis
-from pgmesh.parallel import (
-    ContextParallel,
-    DataParallel,
-    ExpertParallel,
-    Level,
-    Method,
-    PipelineParallel,
-    ShardedDataParallel,
-    compose,
-    find,
-    mix,
-)
+from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, compose, find, mix
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.own_methods import AverageLater, Positions, Rows, Weights
@@ -46,7 +35,7 @@ class Pipeline(Rows):
     """Appends to the list before and after the other methods are applied."""
 
     differs = "weights"
-    level = Level.PIPELINE
+    level = parallel.Level.PIPELINE
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
         module.signed = ["cut"]
@@ -74,7 +63,7 @@ def experts(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.Proces
 
 def both_ends(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
     stages = mesh.view(pp=4, tp=2)
-    PipelineParallel(stages, "pp", layers="blocks", loss=None, microbatches=4, options=options)
+    parallel.PipelineParallel(stages, "pp", layers="blocks", loss=None, microbatches=4, options=options)
     return [stages.group("pp"), *([stages.at(pp=[0, -1]).group("pp")] if stages.index("pp") in (0, 3) else [])]
 
 
@@ -123,7 +112,7 @@ class Example:
 
 def test_share_cuts_all_tensors_of_a_nest(mesh: ProcessGroupMesh):
     """Rank 5 has the first half of the rows, and the second half of the positions."""
-    context = ContextParallel(mesh, "tp", attention="ulysses")
+    context = parallel.ContextParallel(mesh, "tp", attention="ulysses")
     together = compose(mesh, Rows(mesh, "dp"), context, unowned=["pp"])
     codes, weight = torch.arange(16).view(4, 4), torch.arange(4)
     mine = codes[:2, 2:]

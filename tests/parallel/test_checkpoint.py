@@ -18,22 +18,10 @@ from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import Composition, DataParallel, PipelineParallel, ShardedDataParallel, checkpoint, compose
 from tests.parallel.random_compositions import methods_of
 from tests.parallel.test_combinations import on, stages, twice
+from tests.support import parallel_models
 from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import AverageLater
-from tests.support.parallel_models import (
-    STEPS,
-    TinyGPT,
-    TrainingRun,
-    assert_same,
-    batch,
-    full_tensor,
-    loss_of,
-    named_weights,
-    optimizer_of,
-    train_alone,
-    train_parallel,
-    weights_of,
-)
+from tests.support.parallel_models import STEPS, TinyGPT, assert_same, batch, loss_of, optimizer_of, train_alone
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import on_ranks, world
 
@@ -60,18 +48,18 @@ def tied(*, head_first: bool) -> TinyGPT:
 
 
 @functools.cache
-def expected(head_first: bool) -> tuple[TrainingRun, dict[str, dict[str, torch.Tensor]]]:
+def expected(head_first: bool) -> tuple[parallel_models.TrainingRun, dict[str, dict[str, torch.Tensor]]]:
     """Training in one process, and its optimizer state before the last step, by each name of each weight."""
     model = tied(head_first=head_first)
     optimizer = optimizer_of(model.parameters())
     train_alone(model, steps=range(STEPS - 1), optimizer=optimizer)
     return train_alone(tied(head_first=head_first)), {
-        name: dict(optimizer.state[weight]) for name, weight in named_weights(model)
+        name: dict(optimizer.state[weight]) for name, weight in parallel_models.named_weights(model)
     }
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, share: Callable[..., Any], *steps: int) -> None:
-    found = train_parallel(model, share, steps=steps, optimizer=optimizer)
+    found = parallel_models.train_parallel(model, share, steps=steps, optimizer=optimizer)
     for step, gradients in zip(steps, found.gradients, strict=True):
         assert_same(f"gradients of step {step}", gradients, expected(True)[0].gradients[step])
 
@@ -107,11 +95,11 @@ def load_on(kind: str, folder: Path, head_first: bool) -> None:
         held = list(optimizer.state.values())
         assert len(held) == len({*model.parameters()})
         for key in ("exp_avg", "exp_avg_sq", "step"):
-            found = {name: optimizer.state[weight][key] for name, weight in named_weights(model)}
+            found = {name: optimizer.state[weight][key] for name, weight in parallel_models.named_weights(model)}
             assert_same(f"{kind}: {key}", found, {name: state[key] for name, state in states.items()})
             assert len({id(state[key]) for state in held}) == len(held)  # two weights never share what is updated
         train(model, optimizer, together.share, STEPS - 1)
-        assert_same(f"{kind}: weights", weights_of(model), right.weights)
+        assert_same(f"{kind}: weights", parallel_models.weights_of(model), right.weights)
         dist.barrier()
 
 
@@ -154,14 +142,14 @@ class Parts(nn.Module):
 def test_a_model_may_call_its_layers_parts(tmp_path: Path):
     def through(mesh: ProcessGroupMesh, model: nn.Module) -> None:
         with torch.no_grad():
-            kept = {name: full_tensor(weight) for name, weight in model.named_parameters()}
+            kept = {name: parallel_models.full_tensor(weight) for name, weight in model.named_parameters()}
             checkpoint.save(tmp_path / mesh.name, mesh, model)
             dist.barrier()
             for weight in model.parameters():
                 weight.zero_()
             checkpoint.load(tmp_path / mesh.name, mesh, model)
             for name, weight in model.named_parameters():
-                assert full_tensor(weight).equal(kept[name]), f"{mesh.name}: {name}"
+                assert parallel_models.full_tensor(weight).equal(kept[name]), f"{mesh.name}: {name}"
         dist.barrier()
 
     with ProcessGroupMesh(dp=2, name="no pipeline") as mesh:
@@ -211,7 +199,7 @@ def test_several_optimizers_are_saved_without_steps(mesh: ProcessGroupMesh, tmp_
                 checkpoint.save(tmp_path, mesh, model, optimizers)
             model.zero_grad()
         assert hooks == ["before", "after"] * 2 * len(steps)
-        states.append({name: full_tensor(each) for name, each in model.named_parameters()})
+        states.append({name: parallel_models.full_tensor(each) for name, each in model.named_parameters()})
     assert_same("weights", states[1], states[0], 0.0)
 
 

@@ -11,17 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import MethodError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import (
-    ContextParallel,
-    DataParallel,
-    ExpertParallel,
-    Method,
-    ShardedDataParallel,
-    TensorParallel,
-    comparing,
-    compose,
-)
+from pgmesh import MethodError, ProcessGroupMesh, ShapeError, parallel
+from pgmesh.parallel import ContextParallel, DataParallel, ShardedDataParallel, TensorParallel, comparing, compose
 from tests.support.expert_models import ExpertBlock
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -41,7 +32,7 @@ def needs(who: str, unit: str, axes: str, there_are: str, *calls: str) -> str:
     return f"{who} needs the same number of {unit} on each rank along {axes}, but there are {there_are}.\n\n  {lines}"
 
 
-def methods_of(kind: str, mesh: ProcessGroupMesh) -> list[Method]:
+def methods_of(kind: str, mesh: ProcessGroupMesh) -> list[parallel.Method]:
     """Methods on a mesh with axes ``other`` and ``dp`` of two ranks each."""
     words = kind.split(", ")
     sharded = "fsdp" in words
@@ -51,7 +42,7 @@ def methods_of(kind: str, mesh: ProcessGroupMesh) -> list[Method]:
         "tp": lambda: TensorParallel(mesh, "other", plan=BLOCK_PLAN),
         "cp": lambda: ContextParallel(mesh, "other"),
         "pp": lambda: gpt_stages(mesh, "other"),
-        "ep": lambda: ExpertParallel(mesh.view(ep=4), "ep"),
+        "ep": lambda: parallel.ExpertParallel(mesh.view(ep=4), "ep"),
     }
     return [data, *(others[word]() for word in words if word in others)]
 

@@ -15,20 +15,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel, compose
+from tests.support import parallel_models
 from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import Weights
-from tests.support.parallel_models import (
-    TinyGPT,
-    assert_same,
-    assert_same_run,
-    batch,
-    gradients_of,
-    loss_of,
-    optimizer_of,
-    train_alone,
-    train_parallel,
-    weights_of,
-)
+from tests.support.parallel_models import TinyGPT, assert_same, assert_same_run, batch, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
@@ -113,7 +103,7 @@ def test_several_backward_passes_are_right_or_raise(data: Any):
             for _ in range(2):  # gradients are added up
                 step(model, together.share(x))
                 step(alone, x)
-            assert_same(step.__name__, gradients_of(model), gradients_of(alone))
+            assert_same(step.__name__, parallel_models.gradients_of(model), parallel_models.gradients_of(alone))
         check_sums(groups_of(mesh))
 
 
@@ -125,7 +115,7 @@ class Loss(nn.Module):
         self.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return loss_of(output * self.temperature, target)
+        return parallel_models.loss_of(output * self.temperature, target)
 
 
 @needs_pipelines
@@ -239,10 +229,10 @@ def test_second_model_is_mean_of_weights(mesh: ProcessGroupMesh):
     model, average = together.apply(build()), together.apply(build(seed=1).requires_grad_(False))
     alone = build()
     expected = {name: weight.detach().clone() for name, weight in alone.named_parameters()}
-    optimizers = [optimizer_of(each.parameters()) for each in (model, alone)]
+    optimizers = [parallel_models.optimizer_of(each.parameters()) for each in (model, alone)]
     for step in range(2):
         codes, target = batch(step)
-        loss_of(alone(codes), target).backward()
+        parallel_models.loss_of(alone(codes), target).backward()
         model.step(together.share(codes), target=together.share(target))
         nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         together.clip_grad_norm_(0.1)
@@ -254,7 +244,7 @@ def test_second_model_is_mean_of_weights(mesh: ProcessGroupMesh):
                 mean.lerp_(weight, 0.1 if step else 1.0)
             for name, weight in alone.named_parameters():
                 expected[name].lerp_(weight, 0.1 if step else 1.0)
-    assert_same("means", weights_of(average), expected)
+    assert_same("means", parallel_models.weights_of(average), expected)
 
 
 @on_mesh(dp=2)
@@ -280,13 +270,13 @@ def test_evaluation_pass_hides_no_sharded_parameters(mesh: ProcessGroupMesh):
         together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])  # changes the names of parameters, not the parameters
-    loss_of(model(together.share(codes)), together.share(target)).backward()
-    loss_of(plain(codes), target).backward()
+    parallel_models.loss_of(model(together.share(codes)), together.share(target)).backward()
+    parallel_models.loss_of(plain(codes), target).backward()
     with torch.no_grad():
         model(together.share(codes))
     norms = together.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(*norms)
-    assert_same("clipped gradients", gradients_of(model), gradients_of(plain))
+    assert_same("clipped gradients", parallel_models.gradients_of(model), parallel_models.gradients_of(plain))
 
 
 def test_mean_takes_tokens_or_losses_of_a_step(mesh: ProcessGroupMesh):

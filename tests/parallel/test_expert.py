@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import (
-    DataParallel,
-    ExpertLinear,
-    ExpertParallel,
-    Router,
-    ShardedDataParallel,
-    balance_loss,
-    checkpoint,
-    compose,
-    local,
-    mix,
-    mixture,
-)
+from pgmesh import MethodError, ProcessGroupMesh, parallel
+from pgmesh.parallel import DataParallel, ExpertParallel, ShardedDataParallel, checkpoint, compose, local, mix, mixture
+from tests.support import parallel_models
 from tests.support.expert_models import EXPERTS, TOP_K, Expert, StackedExperts, expert_layer, expert_model
-from tests.support.host_syncs import host_syncs
 from tests.support.on_mesh import on_mesh
-from tests.support.parallel_models import (
-    WIDTH,
-    assert_same,
-    assert_same_run,
-    batch,
-    gradients_of,
-    loss_of,
-    optimizer_of,
-    train_alone,
-    train_parallel,
-)
+from tests.support.parallel_models import WIDTH, assert_same, assert_same_run, gradients_of, train_alone, train_parallel
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
@@ -87,6 +68,35 @@ def test_mix_over_ranks_equals_mix_on_one(sizes, over, stacked):
         assert_same("experts", scaled, truth)
 
 
+FUNCTIONS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
+OPERATIONS = ("_local_scalar_dense", "bincount", "nonzero", "masked_select", "unique", "_unique2", "equal", "histogram")
+
+
+@contextmanager
+def host_syncs() -> Iterator[list[str]]:
+    """Names of the operations inside for which the host would wait for a GPU: their result has to be on the host."""
+    found: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in FUNCTIONS:
+                found.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            unknown_size = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+            indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+            masked = any(each is not None and each.dtype is torch.bool for each in indices)
+            if name in OPERATIONS or unknown_size or masked:
+                found.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with Functions(), Operations():
+        yield found
+
+
 @on_mesh(edp=2, ep=2)
 def test_expert_layer_syncs_once_and_reduces_once(mesh: ProcessGroupMesh):
     """Host syncs, and all-reduces of gradients, of one layer forward and backward."""
@@ -97,7 +107,7 @@ def test_expert_layer_syncs_once_and_reduces_once(mesh: ProcessGroupMesh):
     for each in layer.experts.values():
         each.forward = lambda rows, each=each: each.down(rows @ each.up.weight.T + each.up.bias.float())
     with host_syncs() as routing:
-        routes = Router(WIDTH, EXPERTS, TOP_K)(tokens)
+        routes = parallel.Router(WIDTH, EXPERTS, TOP_K)(tokens)
         routes.balance.backward(retain_graph=True)
     summed, all_reduce = [], dist.all_reduce
     dist.all_reduce = lambda tensor, *args, **keywords: (
@@ -172,7 +182,7 @@ def test_mix_is_weighted_sum_over_chosen_experts():
 
 
 def test_expert_linear_starts_as_linear_does():
-    one, several = nn.Linear(400, 30), ExpertLinear(3, 400, 30)
+    one, several = nn.Linear(400, 30), parallel.ExpertLinear(3, 400, 30)
     for weights, weight in zip(several.parameters(), one.parameters(), strict=True):
         assert weights.shape == (3, *weight.shape)
         assert 0.9 < weights.abs().max() * 400**0.5 <= 1
@@ -181,7 +191,7 @@ def test_expert_linear_starts_as_linear_does():
 
 def test_router_chooses_the_most_probable_experts():
     torch.manual_seed(1)
-    router, tokens = Router(WIDTH, EXPERTS, 3), torch.randn(50, WIDTH)
+    router, tokens = parallel.Router(WIDTH, EXPERTS, 3), torch.randn(50, WIDTH)
     likely = router.gate(tokens).softmax(-1)
     routes = router(tokens)
     assert routes.chosen.equal(likely.argsort(-1, descending=True)[:, :3])
@@ -191,7 +201,7 @@ def test_router_chooses_the_most_probable_experts():
     )
     shares = torch.tensor([(routes.chosen == e).sum().item() for e in range(EXPERTS)]) / 150
     torch.testing.assert_close(routes.balance, EXPERTS * (shares * likely.mean(0)).sum())
-    one = Router(WIDTH, EXPERTS, 1)(tokens)
+    one = parallel.Router(WIDTH, EXPERTS, 1)(tokens)
     one.weights.sum().backward()
     assert (one.weights < 1).all()
 
@@ -206,7 +216,7 @@ def test_balance_loss_of_unequal_parts_equals_one_process(counts: list[int]):
         logits = torch.randn(sum(counts), EXPERTS, dtype=torch.float64)
         whole, mine = logits.clone().requires_grad_(), logits.clone().requires_grad_()
         routed = [(each.softmax(-1), each.topk(TOP_K, -1).indices) for each in (whole, mine.split(counts)[mesh.rank])]
-        losses = balance_loss(*routed[0]), experts.balance_loss(*routed[1]) / mesh.size()
+        losses = parallel.balance_loss(*routed[0]), experts.balance_loss(*routed[1]) / mesh.size()
         for each in losses:
             each.backward()
         found = torch.cat([losses[1].detach().view(1), mine.grad.flatten()])
@@ -229,7 +239,7 @@ def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path, data, stacked):
             experts = [ExpertParallel(mesh.view(**view), "ep")] if view else []
             together = compose(mesh, data(mesh, "dp"), *experts)
             model = together.apply(expert_model(stacked=stacked))
-            optimizer = optimizer_of(model.parameters())
+            optimizer = parallel_models.optimizer_of(model.parameters())
             if name != "saving":
                 checkpoint.load(tmp_path, mesh, model, optimizer)
             found = train_parallel(model, together.share, steps=steps, optimizer=optimizer)
@@ -293,8 +303,8 @@ def test_experts_stay_experts_after_each_change(mesh: ProcessGroupMesh, change: 
     if change == "copy":
         with pytest.raises(MethodError, match="returned 1 module, and none"):
             together.grad_norm(module=model)
-        codes, target = batch(0)
-        loss_of(model(codes), target).backward()
+        codes, target = parallel_models.batch(0)
+        parallel_models.loss_of(model(codes), target).backward()
         assert_same("gradients", gradients_of(model), train_alone(expert_model(), steps=range(1)).gradients[0])
     else:
         found = train_parallel(model, together.share, clip=lambda: together.clip_grad_norm_(1.0))

@@ -10,30 +10,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 
-from pgmesh import ProcessGroupMesh
-from pgmesh.parallel import (
-    DataParallel,
-    ExpertParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    attention_plan,
-    compose,
-    mix,
-    mlp_plan,
-)
+from pgmesh import ProcessGroupMesh, parallel
+from pgmesh.parallel import DataParallel, ExpertParallel, ShardedDataParallel, TensorParallel, compose, mix
+from tests.support import parallel_models
 from tests.support.fake_world import fake_rank
 from tests.support.on_mesh import on_mesh
-from tests.support.parallel_models import (
-    TinyGPT,
-    assert_same,
-    assert_same_run,
-    batch,
-    full_tensor,
-    gradients_of,
-    loss_of,
-    train_alone,
-    train_parallel,
-)
+from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -56,7 +38,7 @@ def test_gradients_accumulate_and_are_averaged_once(
     codes, target = map(compose(mesh, data).share, batch(0))
     for i in range(2):
         with data.accumulate(module, last=i == 1):
-            (loss_of(module(codes[i : i + 1]), target[i : i + 1]) / 2).backward()
+            (parallel_models.loss_of(module(codes[i : i + 1]), target[i : i + 1]) / 2).backward()
         if kind is ShardedDataParallel:  # nothing is reduced before the last pass
             assert all((weight.grad is None) == (i == 0) for weight in module.parameters())
             continue
@@ -135,7 +117,7 @@ def test_sharding_along_one_two_or_replicated_axes():
     with ProcessGroupMesh(a=2, b=2, c=2, name="replicated between sharded axes") as mesh:
         together = compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b"))
         module = together.apply(TinyGPT())
-        assert_same_run(train_parallel(module, together.share), train_alone(TinyGPT()))
+        parallel_models.assert_same_run(train_parallel(module, together.share), train_alone(TinyGPT()))
         assert held(module) == whole / 4
         assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
         dist.barrier()
@@ -157,7 +139,7 @@ def test_gradients_in_bfloat16_are_reduced_in_32_bits(mesh: ProcessGroupMesh):
         torch.manual_seed(0)
         model = together.apply(nn.Linear(4, 4, bias=False))
         model(torch.full((1, 4), 4.0 if mesh.rank else 2**-6)).sum().backward()
-        is_exact = full_tensor(model.weight.grad) == (3 * 4 + 2**-6) / 4
+        is_exact = parallel_models.full_tensor(model.weight.grad) == (3 * 4 + 2**-6) / 4
         assert is_exact.all() if asked is None else not is_exact.any()
 
 
@@ -170,7 +152,7 @@ def test_resharding_and_offloading_are_passed_through(mesh: ProcessGroupMesh):
         method = ShardedDataParallel(mesh, "dp", reshard_after_forward=not keep, offload_policy=policy)
         module = method.apply(TinyGPT())
         together = compose(mesh, method)
-        loss = loss_of(module(together.share(codes)), together.share(target))
+        loss = parallel_models.loss_of(module(together.share(codes)), together.share(target))
         cut = {isinstance(weight, DTensor) for weight in module.blocks.parameters()}
         assert cut == {not keep}
         assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
@@ -236,12 +218,12 @@ def test_parameters_unfrozen_after_apply_are_trained(mesh: ProcessGroupMesh):
     model = together.apply(model).requires_grad_(True)
     assert all(weight.decay == 0.1 for weight in model.parameters())
     with loss_parallel():
-        assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=2)))
+        parallel_models.assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=2)))
     assert model.norm.weight.grad.placements == model.norm.weight.placements
 
 
 def test_ready_plans_name_layers_into_and_out_of():
-    layers = {**attention_plan("layers.*.attn"), **mlp_plan("layers.*.mlp")}
+    layers = {**parallel.attention_plan("layers.*.attn"), **parallel.mlp_plan("layers.*.mlp")}
     assert {name: type(style) for name, style in layers.items()} == {
         "layers.*.attn.q_proj": ColwiseParallel,
         "layers.*.attn.k_proj": ColwiseParallel,

@@ -21,17 +21,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from pgmesh import MethodError, ProcessGroupMesh, parallel
-from pgmesh.parallel import (
-    ExpertParallel,
-    Level,
-    Method,
-    PipelineParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    compose,
-    find,
-    verify,
-)
+from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, verify
 from pgmesh.parallel.schedules import SCHEDULES
 from tests.support.expert_models import expert_layer
 from tests.support.own_methods import AverageLater, Rows
@@ -111,7 +101,7 @@ def test_table_has_each_method():
 
 
 def test_tables_have_each_level_and_schedule():
-    assert [code(row[0]) for row in rows("level")] == [[f"Level.{level.name}"] for level in Level]
+    assert [code(row[0]) for row in rows("level")] == [[f"Level.{level.name}"] for level in parallel.Level]
     table = rows("`schedule=`")
     assert [word.strip('"') for row in table for word in code(row[0])] == [*SCHEDULES]
     for row in table:
@@ -190,7 +180,7 @@ def test_documented_methods_compose_with_others():
 @pytest.mark.parametrize("later", [False, True])
 def test_weights_leaves_out_frozen_parameters_and_experts(mesh: ProcessGroupMesh, later: bool):
     frozen, trained, layer = nn.Linear(2, 2), nn.Linear(2, 2, bias=False), expert_layer()
-    module = ExpertParallel(mesh, "tp").apply(nn.ModuleList([frozen.requires_grad_(False), layer, trained]))
+    module = parallel.ExpertParallel(mesh, "tp").apply(nn.ModuleList([frozen.requires_grad_(False), layer, trained]))
     kept = layer.experts.parameters() if later else ()  # replicas have experts of their own
     found = (AverageLater if later else Rows)(mesh, "dp").weights(module)
     assert [*map(id, found)] == [*map(id, [*kept, trained.weight])]
@@ -259,7 +249,7 @@ def trained(site: Path, kind: str, frozen: tuple[str, ...]) -> None:
     sizes = {"dp": REPLICAS, "x": 2 if kind else 1}
     with pytest.MonkeyPatch.context() as patch, ProcessGroupMesh(sizes, name=kind or "alone") as mesh:
         patch.syspath_prepend(str(site))
-        diloco = find("diloco")(mesh, "dp", every=EVERY)
+        diloco = parallel.find("diloco")(mesh, "dp", every=EVERY)
         assert Path(sys.modules["pgmesh_diloco"].__file__).parent == site
         others, mine = [partner(mesh, kind, "x")] if kind else [], mesh.index("dp")
         together, model = compose(mesh, diloco, *others), model_of(mine, frozen)

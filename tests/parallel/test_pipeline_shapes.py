@@ -14,17 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh import MethodError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import (
-    DataParallel,
-    ExpertParallel,
-    Method,
-    PipelineParallel,
-    ShardedDataParallel,
-    compose,
-    seed_of,
-    seeded_rng,
-)
+from pgmesh import MethodError, ProcessGroupMesh, ShapeError, parallel
+from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, compose, seeded_rng
 from pgmesh.parallel.running import MAX_SCHEDULES
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
@@ -50,7 +41,7 @@ class Layer(nn.Module):
     def __init__(self, mesh: ProcessGroupMesh, number: int, again: bool) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.seed, self.again = seed_of(mesh, seed=3, tag=str(number)), again
+        self.seed, self.again = parallel.seed_of(mesh, seed=3, tag=str(number)), again
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("mean", None)
 
@@ -237,7 +228,7 @@ LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
 def test_new_shapes_on_some_data_ranks_are_accepted(mesh: ProcessGroupMesh, experts: bool):
     methods: list[Method] = [gpt_stages(mesh)]
     if experts:
-        methods.append(ExpertParallel(mesh.view(pp=2, ep=2), "ep"))
+        methods.append(parallel.ExpertParallel(mesh.view(pp=2, ep=2), "ep"))
     together = compose(mesh, *methods, ShardedDataParallel(mesh, "dp"))
     make = functools.partial(expert_model, layers=2) if experts else functools.partial(TinyGPT, layers=2)
     model, plain = together.apply(make()), make()

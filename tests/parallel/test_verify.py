@@ -1,6 +1,6 @@
 """``verify``: programs that train wrong in silence fail, their right twins pass, and what the error says of each.
 
-A program is a function of ``wrong`` that every rank runs. Compositions of ``test_combinations.py`` pass too.
+A program is a function of a mesh and of ``wrong`` that every rank runs. Most compositions pass too.
 """
 
 from __future__ import annotations
@@ -19,33 +19,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import cross_entropy, mse_loss, normalize, scaled_dot_product_attention, silu
 
-from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import (
-    Composition,
-    DataParallel,
-    ExpertParallel,
-    Method,
-    ShardedDataParallel,
-    TensorParallel,
-    attention_plan,
-    compose,
-    local,
-    mlp_plan,
-    verify,
-)
-from tests.parallel.random_compositions import (
-    MAX_NORM,
-    Drawn,
-    Losses,
-    backward,
-    methods_of,
-    model_of,
-    with_two_axes_of_rows,
-)
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError, parallel
+from pgmesh.parallel import Composition, DataParallel, ShardedDataParallel, TensorParallel, compose, local, verify
+from tests.parallel import random_compositions
+from tests.parallel.random_compositions import Drawn, Losses, backward, methods_of, model_of, with_two_axes_of_rows
 from tests.parallel.test_combinations import COMPOSITIONS
 from tests.support.expert_models import expert_model
 from tests.support.on_mesh import on_mesh
-from tests.support.parallel_models import TinyGPT, batch, loss_of, optimizer_of
+from tests.support.parallel_models import Adapted, TinyGPT, batch, loss_of, optimizer_of
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import on_ranks, world
@@ -81,9 +62,9 @@ class GatedMLP(nn.Module):
         return self.down(silu(gate) * up)
 
 
-def fused_layer_cut_in_halves(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=2, tp=2, name=f"wrong: {wrong}")
-    tensor = TensorParallel(mesh, "tp", plan=mlp_plan("0", into=["gate_up"], out="down"))
+def fused_layer_cut_in_halves(whole: ProcessGroupMesh, wrong: bool) -> float:
+    mesh = whole.view(dp=2, tp=2)
+    tensor = TensorParallel(mesh, "tp", plan=parallel.mlp_plan("0", into=["gate_up"], out="down"))
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
     return verify(together, lambda: nn.Sequential(GatedMLP(wrong)), pairs(8, WIDTH), loss=mse_loss)
 
@@ -106,9 +87,9 @@ class Alibi(nn.Module):
         return self.out(scaled_dot_product_attention(q, k, v, bias.to(q)).transpose(1, 2).flatten(2))
 
 
-def slopes_of_local_heads(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=2, tp=2, name=f"wrong: {wrong}")
-    tensor = TensorParallel(mesh, "tp", plan=attention_plan("0", ["qkv"], "out"))
+def slopes_of_local_heads(whole: ProcessGroupMesh, wrong: bool) -> float:
+    mesh = whole.view(dp=2, tp=2)
+    tensor = TensorParallel(mesh, "tp", plan=parallel.attention_plan("0", ["qkv"], "out"))
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
 
     def build(mesh: ProcessGroupMesh) -> nn.Module:
@@ -117,8 +98,8 @@ def slopes_of_local_heads(wrong: bool) -> float:
     return verify(together, build, pairs(4, LENGTH, WIDTH), loss=mse_loss)
 
 
-def tied_ends_cut_in_different_ways(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(pp=2, tp=2, name=f"wrong: {wrong}")
+def tied_ends_cut_in_different_ways(whole: ProcessGroupMesh, wrong: bool) -> float:
+    mesh = whole.view(pp=2, tp=2)
     columns = ColwiseParallel(output_layouts=Replicate())
     ends = {"tokens": columns if wrong else RowwiseParallel(input_layouts=Replicate()), "head": columns}
     together = compose(mesh, gpt_stages(mesh), TensorParallel(mesh, "tp", plan={**BLOCK_PLAN, **ends}))
@@ -126,9 +107,7 @@ def tied_ends_cut_in_different_ways(wrong: bool) -> float:
     return verify(together, lambda: TinyGPT(layers=2, tied=True, vocabulary=16), square)
 
 
-def contrastive_loss_over_local_negatives(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
-
+def contrastive_loss_over_local_negatives(mesh: ProcessGroupMesh, wrong: bool) -> float:
     def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
         one, other = (normalize(model(each), dim=-1) for each in together.share(given))
         size = 1 if wrong else together.mesh.size("dp")
@@ -149,8 +128,7 @@ def gathered(rows: torch.Tensor, mesh: ProcessGroupMesh) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def class_weights_normalised_locally(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+def class_weights_normalised_locally(mesh: ProcessGroupMesh, wrong: bool) -> float:
     weights = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
     batches = [(numbers(step, 8, WIDTH), torch.arange(8) ** 2 % CLASSES) for step in range(2)]
 
@@ -170,7 +148,7 @@ def class_weights_normalised_locally(wrong: bool) -> float:
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Hooked(Method):
+class Hooked(parallel.Method):
     """Averages gradients, and changes them by a function of this rank's gradient and the average."""
 
     differs = "rows"
@@ -192,8 +170,7 @@ class Hooked(Method):
         gradient.copy_(self.change(gradient, mean))
 
 
-def hooked(change: str, wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+def hooked(change: str, mesh: ProcessGroupMesh, wrong: bool) -> float:
     together = compose(mesh, Hooked(mesh, "dp", change=CHANGES[change] if wrong else lambda own, mean: mean))
     return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), loss=mse_loss)
 
@@ -206,9 +183,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def decay_by_old_names(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
-
+def decay_by_old_names(mesh: ProcessGroupMesh, wrong: bool) -> float:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         named = [*model.named_parameters()]
         decayed = [each for name, each in named if (name.startswith("0.") if wrong else each.ndim == 2)]
@@ -236,15 +211,14 @@ class Lars(torch.optim.Optimizer):
                     weight -= 0.01 * own.norm() / (gradient.norm() + 1e-8) * weight.grad
 
 
-def lars_on_shards(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+def lars_on_shards(mesh: ProcessGroupMesh, wrong: bool) -> float:
     together = compose(mesh, ShardedDataParallel(mesh, "dp"))
     return verify(together, ONE_LAYER, CODES, loss=loss_of, optimizer=lambda model: Lars(model.parameters(), wrong))
 
 
 LOCAL = "A part of the program computes with what a rank has where one process has all"
 UPDATE = "in step 1 the update of"
-REASONS: dict[Callable[[bool], float], str] = {
+REASONS: dict[Callable[[ProcessGroupMesh, bool], float], str] = {
     fused_layer_cut_in_halves: LOCAL,
     slopes_of_local_heads: LOCAL,
     tied_ends_cut_in_different_ways: LOCAL,
@@ -263,12 +237,12 @@ NAMES = [each.args[0] if isinstance(each, partial) else each.__name__ for each i
 
 
 @pytest.mark.parametrize(("program", "reason"), REASONS.items(), ids=NAMES)
-@on_ranks(4)
-def test_verify_fails_wrong_program_and_passes_its_twin(program: Callable[..., float], reason: str):
+@on_mesh(dp=4)
+def test_verify_fails_wrong_program_and_passes_its_twin(mesh: Any, program: Callable[..., float], reason: str):
     with pytest.raises((MethodError, ShapeError)) as caught:
-        program(wrong=True)
+        program(mesh, True)
     assert reason in str(caught.value), caught.value
-    assert program(wrong=False) < 1e-12
+    assert program(mesh, False) < 1e-12
 
 
 QUICK = ("norm, 1f1b, experts", "masked, ring, sharded")
@@ -291,7 +265,7 @@ def verify_drawn(drawn: Drawn) -> float:
         def step(composition: Composition, model: nn.Module, number: int) -> float | None:
             found = backward(drawn, composition, model, loss, number, 0)
             if drawn.clip:
-                composition.clip_grad_norm_(MAX_NORM, norm_type=drawn.norm_type)
+                composition.clip_grad_norm_(random_compositions.MAX_NORM, norm_type=drawn.norm_type)
             return found
 
         def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -309,7 +283,7 @@ def test_verify_passes_composition(name: str):
 @on_mesh(dp=4)
 def test_verify_passes_experts_in_bfloat16_within_tolerance(mesh: ProcessGroupMesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    experts = ExpertParallel(mesh.view(edp=2, ep=2), "ep")
+    experts = parallel.ExpertParallel(mesh.view(edp=2, ep=2), "ep")
     together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy), experts)
     assert 1e-4 < verify(together, expert_model, CODES, loss=loss_of, tolerance=0.1) < 0.1
 
@@ -327,7 +301,7 @@ def layer() -> nn.Module:
 @on_ranks(4)
 def test_verify_says_if_only_norms_or_experts_differ():
     mesh = ProcessGroupMesh(dp=4, name="experts")
-    together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(mesh, "dp"))
+    together = compose(mesh, DataParallel(mesh, "dp"), parallel.ExpertParallel(mesh, "dp"))
 
     def step(composition: Composition, model: nn.Module, given: Any) -> None:
         codes, target = composition.share(given)
@@ -359,16 +333,11 @@ def test_verify_builds_on_both_meshes_without_dropout():
     assert sizes == [2, 1]
 
 
-class LowRank(nn.Module):
-    """An adapter whose second layer starts at zero, as LoRA's does: at first the first one has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
+def adapted() -> nn.Module:
+    """The second layer of the adapter starts at zero, as LoRA's does: at first the first one has no gradient."""
+    model = Adapted(layer())
+    nn.init.zeros_(model.b.weight)
+    return model
 
 
 @on_mesh(dp=2)
@@ -380,7 +349,7 @@ def test_verify_sees_gradients_behind_zeros(mesh: ProcessGroupMesh):
         if len(composition.mesh) > 1:
             model.get_parameter("module.a.weight").grad.mul_(3)
 
-    text = error_of(compose(mesh, DataParallel(mesh, "dp")), LowRank, pairs(4, WIDTH)[:1], step=step)
+    text = error_of(compose(mesh, DataParallel(mesh, "dp")), adapted, pairs(4, WIDTH)[:1], step=step)
     assert "in step 1 the gradient of a.weight differs by 2.0e+00" in text
 
 
@@ -414,7 +383,7 @@ def test_verify_takes_nan_and_infinity_for_a_difference(mesh: ProcessGroupMesh):
         assert "in step 1 the gradient of weight differs by inf" in text
 
 
-class Drops(Method):
+class Drops(parallel.Method):
     """Leaves out a parameter."""
 
     differs = "weights"
@@ -462,7 +431,7 @@ def test_verify_refuses_what_it_cannot_compare(mesh: ProcessGroupMesh):
     start = "the whole model does not fit on one rank: verify fewer layers. (tried to allocate 80.00 GiB)"
     assert error_of(together, build, pairs(4, WIDTH), loss=mse_loss) == start
 
-    class Later(Method):
+    class Later(parallel.Method):
         differs, averages_later = "rows", True
 
     later = compose(mesh, Later(mesh, "dp"), unowned=["pp", "tp"])
