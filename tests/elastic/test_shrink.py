@@ -32,11 +32,13 @@ from tests.support.faults import (
     beat_fast,
     fast_world,
     meanwhile,
+    read_result,
     results,
     set_flag,
     wait_for_flag,
     wait_for_flags,
     wait_until,
+    write_result,
 )
 from tests.support.resource_counts import CAN_COUNT, count_with_keys
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks
@@ -154,25 +156,28 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     assert "mesh = mesh.stand_by()" in refused
 
 
-def one_aborts(folder: Path) -> tuple[Attempt, float]:
+@pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
+@on_ranks(3, fresh=True)
+def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
     """Rank 0 waits in a thread and aborts the mesh; rank 1 waits for rank 2, which arrives later."""
-    mesh = connected(folder, range(3), dp=3)
+    mesh = connected(tmp_path, range(3), dp=3)
     other = ProcessGroupMesh(3, name="other")
     other.connect(timeout=LONG_TIMEOUT)
-    aborted = [0.0]
 
     def abort() -> None:
-        wait_for_flag(folder, "enters 1")
+        wait_for_flag(tmp_path, "enters 1")
         time.sleep(BEAT)
-        aborted[0] = time.monotonic()
+        write_result(tmp_path, "aborts", time.monotonic())
         mesh.abort("the loss is not a number")
-        set_flag(folder, "aborted")
+        set_flag(tmp_path, "aborted")
 
     with meanwhile(abort if mesh.rank == 0 else lambda: None):
-        set_flag(folder, f"enters {mesh.rank}")
+        set_flag(tmp_path, f"enters {mesh.rank}")
         if mesh.rank == 2:
-            wait_for_flag(folder, "aborted")
+            wait_for_flag(tmp_path, "aborted")
         failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=mesh.group()))
+    assert failed.kind
+    assert mesh.rank == 2 or failed.end - read_result(tmp_path, "aborts")[0] < 0.5 + SLACK, failed
     wait_until(lambda: mesh.is_closed, "the abort")
     again = attempt(lambda: mesh.group("dp"))
     assert again.kind == "LifetimeError", again
@@ -182,16 +187,6 @@ def one_aborts(folder: Path) -> tuple[Attempt, float]:
     mesh.close()
     check_sums(groups_of(other))
     check_sums(groups_of(ProcessGroupMesh(3, name="train")))
-    return failed, aborted[0]
-
-
-@pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
-def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
-    seen = run(tmp_path, 3, one_aborts, lambda own: None, [])
-    when = seen[0][1]
-    for rank, (failed, _) in enumerate(seen):
-        assert failed.kind
-        assert rank == 2 or failed.end - when < 0.5 + SLACK, failed
 
 
 KEPT = {"descriptors": 4, "threads": 2}
@@ -315,8 +310,12 @@ def test_abort_wakes_ranks_in_a_collective(tmp_path: Path, collective: str):
 LATE = (3, 4)
 
 
-def connect_late(folder: Path) -> list[Attempt]:
-    """Ranks connect to the others after their waits for them have timed out, as ranks do that were stopped."""
+@on_ranks(5, fresh=True)
+def test_late_connection_ends_no_survivor(tmp_path: Path):
+    """Ranks connect to the others after their waits for them have timed out, as ranks do that were stopped.
+
+    Of each two ranks, the one with the greater port connects: six pairs, so that it is the late one in some.
+    """
     beat_fast()
     connecting.PAIRS_AFTER = 1e6  # each pair is connected at its first use
     mesh, value = ProcessGroupMesh(5, name="train"), torch.ones(1)
@@ -324,24 +323,17 @@ def connect_late(folder: Path) -> list[Attempt]:
     group = mesh.group()
     time.sleep(BEAT)  # until each rank knows the others
     if mesh.rank in LATE:
-        wait_for_flags(folder, "replaced", range(3))
+        wait_for_flags(tmp_path, "replaced", range(3))
         found = [attempt(lambda rank=rank: dist.send(value, rank, group=group)) for rank in range(3)]
-        set_flag(folder, f"sent {mesh.rank}")
-        return found
-    mesh.abort_when_lost()  # so that the others know of each other
-    failed = [attempt(lambda rank=rank: dist.recv(value, rank, group=group)) for rank in LATE]
-    check_sums(groups_of(mesh.shrink(0, timeout=LONG_TIMEOUT)))
-    set_flag(folder, f"replaced {mesh.rank}")
-    wait_for_flags(folder, "sent", LATE)
-    time.sleep(BEAT)
-    return failed
-
-
-def test_late_connection_ends_no_survivor(tmp_path: Path):
-    """Of each two ranks, the one with the greater port connects: six pairs, so that it is the late one in some."""
-    with fresh_world(5) as own:
-        for failed in results(own.outcomes(connect_late, tmp_path)):
-            assert all(each.kind for each in failed), failed
+        set_flag(tmp_path, f"sent {mesh.rank}")
+    else:
+        mesh.abort_when_lost()  # so that the others know of each other
+        found = [attempt(lambda rank=rank: dist.recv(value, rank, group=group)) for rank in LATE]
+        check_sums(groups_of(mesh.shrink(0, timeout=LONG_TIMEOUT)))
+        set_flag(tmp_path, f"replaced {mesh.rank}")
+        wait_for_flags(tmp_path, "sent", LATE)
+        time.sleep(BEAT)
+    assert all(each.kind for each in found), found
 
 
 TIMEOUT = 4.0  # seconds, of the groups
