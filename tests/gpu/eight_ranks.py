@@ -7,7 +7,6 @@ where torch cannot run it, the method's test is skipped and says why.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import combinations
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh
 from tests.gpu.device import COLLECTIVES, SHARED, is_right, lacks, run
 from tests.gpu.methods import CASES, CUT, SHARDED, check, check_checkpoint
-from tests.support.worlds import close_worlds
+from tests.support.worlds import axis_combinations, close_worlds
 
 DOCUMENTED = ("all_reduce", "broadcast")
 """Source: https://docs.pytorch.org/docs/2.13/distributed.html#backends"""
@@ -37,7 +36,7 @@ def skip_without(needed: Iterable[str]) -> None:
 
 def right_in_every_group(name: str) -> None:
     with ProcessGroupMesh(pp=2, dp=2, tp=2, name="groups") as mesh:
-        for axes in (axes for n in range(4) for axes in combinations(mesh.axes, n)):
+        for axes in axis_combinations(mesh):
             group = mesh.group(*axes)
             assert dist.get_process_group_ranks(group) == list(mesh.ranks(*(axes or mesh.axes)))
             is_right(name, group)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from pgmesh import LifetimeError, ProcessGroupMesh
 from tests.gpu.device import ALONE, COLLECTIVES, DEVICE, SHARED, is_right, number, on_device, placed, run
 from tests.gpu.methods import CASES, check, check_checkpoint
-from tests.support.worlds import close_worlds
+from tests.support.worlds import axis_combinations, close_worlds
 
 MIXED = f"cpu:gloo,{DEVICE.type}:{ALONE}" if DEVICE.type == "cuda" else SHARED
 AXES = {"pp": 1, "dp": 1, "tp": 1}
@@ -26,10 +24,6 @@ def no_longer_than_here():
     close_worlds((1, ALONE), (1, MIXED))
 
 
-def seconds(n: float) -> timedelta:
-    return timedelta(seconds=n)
-
-
 def options_of(group: Any) -> Any:
     return group._get_backend(DEVICE).options
 
@@ -37,9 +31,9 @@ def options_of(group: Any) -> Any:
 # ---- groups ----
 
 
-def every_collective(backend: str) -> None:
+def every_collective() -> None:
     with ProcessGroupMesh(**AXES, name="groups") as mesh:
-        for axes in (axes for n in range(4) for axes in combinations(mesh.axes, n)):
+        for axes in axis_combinations(mesh):
             group = mesh.group(*axes)
             assert dist.get_backend(group) == dist.get_backend(), dist.get_backend(group)
             assert dist.get_process_group_ranks(group) == [0]
@@ -52,7 +46,7 @@ def every_collective(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", [ALONE, MIXED])
 def test_collectives_of_groups_that_members_make_are_right(backend: str):
-    run(1, backend, every_collective, backend)
+    run(1, backend, every_collective)
 
 
 @on_device(1, MIXED)
@@ -123,15 +117,13 @@ def test_groups_work_in_a_world_with_device():
 @on_device(1, ALONE)
 def test_timeouts_are_those_that_were_configured_or_set():
     with ProcessGroupMesh(**AXES, name="timeouts") as mesh:
-        mesh.configure("dp", "tp", timeout=seconds(50))
-        short, usual = mesh.group("dp", "tp", tag="short", timeout=seconds(10)), mesh.group("pp", "dp", "tp", tag="u")
-        configured = mesh.group("dp", "tp")
-        assert options_of(configured)._timeout == seconds(50), options_of(configured)._timeout
-        assert options_of(short)._timeout == seconds(10), options_of(short)._timeout
-        assert options_of(usual)._timeout == seconds(60), options_of(usual)._timeout  # the world's
-        mesh.set_timeout(timeout=seconds(20))
-        for group in (short, configured, usual):
-            assert options_of(group)._timeout == seconds(20), options_of(group)._timeout
+        mesh.configure("dp", "tp", timeout=50)
+        short, usual = mesh.group("dp", "tp", tag="short", timeout=10), mesh.group("pp", "dp", "tp", tag="u")
+        groups = mesh.group("dp", "tp"), short, usual
+        assert [options_of(group)._timeout.total_seconds() for group in groups] == [50, 10, 60]  # the world's is 60
+        mesh.set_timeout(timeout=20)
+        assert [options_of(group)._timeout.total_seconds() for group in groups] == [20] * 3
+        for group in groups:
             is_right("all_reduce", group)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from tests.gpu.device import ALONE, COLLECTIVES, DEVICE, is_right, on_device
+from tests.support.worlds import axis_combinations
 
 COUNT = min(4, torch.cuda.device_count()) // 2 * 2 if DEVICE.type == "cuda" else 0
 pytestmark = pytest.mark.skipif(COUNT < 2, reason="there are no two GPUs for NCCL")
@@ -29,7 +29,7 @@ def test_groups_are_created_in_random_orders(seed: int):
     """Each rank creates its groups in an order of its own. All use them in one order, as NCCL asks."""
     on_own_gpu()
     with ProcessGroupMesh(dp=COUNT // 2, tp=2, name=f"random {seed}") as mesh:
-        axes = [axes for n in range(3) for axes in combinations(mesh.axes, n)]
+        axes = axis_combinations(mesh)
         for each in random.Random(f"{seed} {mesh.rank}").sample(axes, len(axes)):
             mesh.group(*each)
         for each in random.Random(seed).sample(axes, len(axes)):

@@ -1,12 +1,6 @@
 """Programs that use fresh groups for the first time, and the groups that they are given: of a mesh, or of torch.
 
-Each program is a function of one member. Its result depends on who has sent what, and it measures its calls:
-
-    @program()
-    def send_and_recv(me: Member) -> Any:
-        me.timed("send", dist.send, me.tensor(), group=me.group, group_dst=me.right)
-        ...
-
+Each program is a function of one member. Its result depends on who has sent what, and it measures its calls.
 Of each pair of ranks, one is passive while they connect. Which one depends on their ports, so that one run proves
 nothing: ``use`` runs a program in many groups at once, a thread for each, and begins them at several moments.
 """

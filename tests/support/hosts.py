@@ -67,16 +67,10 @@ def ranks_on(
     try:
         for rank in range(2 * ranks):
             host = hosts[rank // ranks]
-            env = {
-                **os.environ,
-                **shared,
-                "RANK": f"{rank}",
-                "LOCAL_RANK": f"{rank % ranks}",
-                "GLOO_SOCKET_IFNAME": host,
-            }
+            own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % ranks}", "GLOO_SOCKET_IFNAME": host}
             with (folder / f"log {rank}").open("wb") as log:
                 command = on_host(host, sys.executable, "-c", program)
-                started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+                started.append(subprocess.Popen(command, env=os.environ | shared | own, stdout=log, stderr=log))
         yield started
     except AssertionError as error:
         logs = [f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(folder.glob("log *"))]

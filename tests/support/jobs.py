@@ -38,15 +38,13 @@ def running_job(program: str, size: int, folder: Path, **environ: str) -> Iterat
     with StoreProcess() as store:
         given = clean_env(**store.env, TORCHELASTIC_RESTART_COUNT="2", OMP_NUM_THREADS="1", **environ)
         given |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-        ranks = [{**given, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(size)]
-        outputs = [f"{folder}/{rank}.out" for rank in range(size)]
-        processes = [
-            process_context().Process(target=run_program, args=(program, [f"{folder}"], environ, out, out, "train.py"))
-            for environ, out in zip(ranks, outputs)
-        ]
+        processes: list[Any] = []
         try:
-            for process in processes:
-                process.start()
+            for rank in range(size):
+                own, out = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, f"{folder}/{rank}.out"
+                args = program, [f"{folder}"], given | own, out, out, "train.py"
+                processes.append(process_context().Process(target=run_program, args=args))
+                processes[-1].start()
             yield Job(processes, store.port, folder)
         finally:
             for process in processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -127,14 +128,10 @@ def pending_collective(mesh: ProcessGroupMesh, case: Case) -> Any:
     return dist.all_reduce(torch.ones(4), group=group_of(mesh, case), async_op=True)
 
 
-_models: dict[ProcessGroupMesh, Any] = {}
-
-
+@functools.cache
 def sharded(mesh: ProcessGroupMesh) -> Any:
-    """A sharded model. It makes the group, and does not use it."""
-    if mesh not in _models:
-        _models[mesh] = fully_shard(torch.nn.Linear(8, 8), mesh=mesh.device_mesh("dp"))
-    return _models[mesh]
+    """The sharded model of a mesh. It makes the group, and does not use it."""
+    return fully_shard(torch.nn.Linear(8, 8), mesh=mesh.device_mesh("dp"))
 
 
 def group_of(mesh: ProcessGroupMesh, case: Case) -> Any:
