@@ -1,7 +1,4 @@
-"""Faults while real processes connect: the error on each rank, and its time.
-
-How these tests work is in ``tests/faults/test_faults.py``, which has the faults of the store.
-"""
+"""Faults while real processes connect: the error on each rank, and its time. faults/test_faults.py has those of stores."""
 
 from __future__ import annotations
 

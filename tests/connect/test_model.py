@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.connect.model.mutants import KNOT, MUTANTS
-from tests.connect.model.programs import PAIRS_AND_TRIPLE, Program, at_once, one_after_another
+from tests.connect.model.ranks import PAIRS_AND_TRIPLE, Program, at_once, one_after_another
 from tests.connect.model.space import ConnectSpace
 from tests.support.faults import STATES
 from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, check

@@ -11,8 +11,7 @@ import pytest
 from pgmesh.elastic.records import Request
 from pgmesh.layout import Layout
 from tests.elastic.model.mutants import MUTANTS
-from tests.elastic.model.processes import Program
-from tests.elastic.model.programs import (
+from tests.elastic.model.processes import (
     BEFORE,
     CAME_BACK,
     DROP,
@@ -21,6 +20,7 @@ from tests.elastic.model.programs import (
     SECOND_DIES,
     SPARE,
     SPARE_ONLY,
+    Program,
     Programs,
     members,
     with_new,

@@ -1,11 +1,8 @@
 """Faults in real processes: the error on each rank, and its time. Those of ``connect`` are in connect/test_faults.py.
 
-Heartbeats are five times as frequent here as elsewhere, so a silent rank is suspected after a second. Times are taken
-in the ranks, on the clock that all processes of a machine share. No test sleeps and hopes: a rank that must act after
-another one polls the store, or a file, until that one is ready.
-
-With PGMESH_STARVED=4, while four processes keep the cores busy, heartbeats are as frequent as elsewhere, and reports
-may be late. Their text may not differ.
+Heartbeats are five times as frequent as elsewhere, but not with PGMESH_STARVED=4, while four processes keep the cores
+busy: then reports may be late. Times are on the clock that all processes share. No test sleeps and hopes: a rank that
+must act after another one polls the store, or a file.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pgmesh import PgmeshError, ProcessGroupMesh, launch
+from tests.support.worlds import check_sums, groups_of
 
 folder, replica, replicas, port, start = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5]
 signal.alarm(300)  # it does not outlive the test
@@ -38,13 +39,6 @@ world = launch.join("gloo", timeout=60, replica=replica, replicas=replicas, host
 
 def create(epoch):
     return ProcessGroupMesh(dp=replicas, tp=-1, name=f"train-{epoch}")
-
-def check_sums(mesh):
-    for axes in ("dp",), ("tp",), ("dp", "tp"):
-        total = torch.zeros(world.size)
-        total[mesh.rank] = 1
-        dist.all_reduce(total, group=mesh.group(*axes))
-        assert total.nonzero().flatten().tolist() == sorted(mesh.ranks(*axes)), (axes, total)
 
 epoch = int(start != "first")
 mesh = create(epoch)
@@ -65,7 +59,7 @@ while not (folder / "over").exists():
             mesh.close()
             mesh, epoch = create(1), 1
             mesh.connect(timeout=60)
-        check_sums(mesh)
+        check_sums(groups_of(mesh))
         new = folder / f"{world.rank}.new"
         new.write_text(f"{os.getpid()} {[*mesh]}")
         new.rename(folder / f"rank {world.rank}")

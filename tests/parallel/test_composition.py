@@ -20,7 +20,6 @@ from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import Weights
 from tests.support.parallel_models import TinyGPT, assert_same, assert_same_run, batch, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages, needs_pipelines
-from tests.support.worlds import check_sums, groups_of, on_ranks
 
 
 def replaced_by_loading(model: nn.Module) -> None:
@@ -87,29 +86,25 @@ def small() -> nn.Module:
 
 
 @pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
-@on_ranks(2)
-def test_several_backward_passes_are_right_or_raise(data: Any):
+@on_mesh(dp=2)
+def test_several_backward_passes_are_right_or_raise(mesh: ProcessGroupMesh, data: Any):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with ProcessGroupMesh(dp=2) as mesh:
-        together = compose(mesh, data(mesh, "dp"))
-        for step in RAISE + TRAIN:
-            if data is ShardedDataParallel and step is with_penalty:  # torch raises
-                continue
-            model, alone = together.apply(small()), small()
-            if data is DataParallel and step in RAISE:
-                with pytest.raises(MethodError, match="in a second backward pass of one forward pass"):
-                    step(model, together.share(x))
-                continue
-            for _ in range(2):  # gradients are added up
+    together = compose(mesh, data(mesh, "dp"))
+    for step in RAISE + TRAIN:
+        if data is ShardedDataParallel and step is with_penalty:  # torch raises
+            continue
+        model, alone = together.apply(small()), small()
+        if data is DataParallel and step in RAISE:
+            with pytest.raises(MethodError, match="in a second backward pass of one forward pass"):
                 step(model, together.share(x))
-                step(alone, x)
-            assert_same(step.__name__, parallel_models.gradients_of(model), parallel_models.gradients_of(alone))
-        check_sums(groups_of(mesh))
+            continue
+        for _ in range(2):  # gradients are added up
+            step(model, together.share(x))
+            step(alone, x)
+        assert_same(step.__name__, parallel_models.gradients_of(model), parallel_models.gradients_of(alone))
 
 
 class Loss(nn.Module):
-    """A loss with a temperature."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -223,7 +218,6 @@ def test_clipping_raises_everywhere_if_norm_is_nan(mesh: ProcessGroupMesh):
 
 @on_mesh(pp=2, dp=2)
 def test_second_model_is_mean_of_weights(mesh: ProcessGroupMesh):
-    """As the page has it."""
     methods, build = [gpt_stages(mesh), ShardedDataParallel(mesh, "dp")], partial(TinyGPT, layers=2)
     together = compose(mesh, *methods)
     model, average = together.apply(build()), together.apply(build(seed=1).requires_grad_(False))

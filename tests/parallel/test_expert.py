@@ -99,7 +99,6 @@ def host_syncs() -> Iterator[list[str]]:
 
 @on_mesh(edp=2, ep=2)
 def test_expert_layer_syncs_once_and_reduces_once(mesh: ProcessGroupMesh):
-    """Host syncs, and all-reduces of gradients, of one layer forward and backward."""
     layer, tokens = expert_layer(EXPERTS), torch.randn(8, WIDTH, requires_grad=True)
     compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep")).apply(layer)
     for weight in (each.up.bias for each in layer.experts.values()):
@@ -207,22 +206,21 @@ def test_router_chooses_the_most_probable_experts():
 
 
 @pytest.mark.parametrize("counts", [[5, 1], [4, 0]], ids=str)
-@on_ranks(2)
-def test_balance_loss_of_unequal_parts_equals_one_process(counts: list[int]):
+@on_mesh(dp=2)
+def test_balance_loss_of_unequal_parts_equals_one_process(mesh: ProcessGroupMesh, counts: list[int]):
     """The loss and its gradient: of one process, and the means over ranks."""
-    with ProcessGroupMesh(dp=len(counts)) as mesh:
-        experts = ExpertParallel(mesh, "dp")
-        torch.manual_seed(0)
-        logits = torch.randn(sum(counts), EXPERTS, dtype=torch.float64)
-        whole, mine = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        routed = [(each.softmax(-1), each.topk(TOP_K, -1).indices) for each in (whole, mine.split(counts)[mesh.rank])]
-        losses = parallel.balance_loss(*routed[0]), experts.balance_loss(*routed[1]) / mesh.size()
-        for each in losses:
-            each.backward()
-        found = torch.cat([losses[1].detach().view(1), mine.grad.flatten()])
-        dist.all_reduce(found)
-        expected = torch.cat([losses[0].detach().view(1), whole.grad.flatten()])
-        torch.testing.assert_close(found, expected, **TOLERANCE)
+    experts = ExpertParallel(mesh, "dp")
+    torch.manual_seed(0)
+    logits = torch.randn(sum(counts), EXPERTS, dtype=torch.float64)
+    whole, mine = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    routed = [(each.softmax(-1), each.topk(TOP_K, -1).indices) for each in (whole, mine.split(counts)[mesh.rank])]
+    losses = parallel.balance_loss(*routed[0]), experts.balance_loss(*routed[1]) / mesh.size()
+    for each in losses:
+        each.backward()
+    found = torch.cat([losses[1].detach().view(1), mine.grad.flatten()])
+    dist.all_reduce(found)
+    expected = torch.cat([losses[0].detach().view(1), whole.grad.flatten()])
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(("data", "stacked"), [(DataParallel, True), (ShardedDataParallel, False)])

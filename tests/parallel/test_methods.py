@@ -105,29 +105,27 @@ def test_a_module_that_outlives_its_mesh_ends():
         dist.barrier()
 
 
-@on_ranks(8)
-def test_sharding_along_one_two_or_replicated_axes():
+@on_mesh(dp=8)
+def test_sharding_along_one_two_or_replicated_axes(mesh: ProcessGroupMesh):
     whole = held(TinyGPT())
-    with ProcessGroupMesh(dp=8, name="one axis") as mesh:
-        module = ShardedDataParallel(mesh, "dp").apply(TinyGPT())
-        assert held(module) == whole / 8
-        assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 5  # the whole and each layer
-        module = ShardedDataParallel(mesh, "dp", layers=lambda module: [module.blocks[0]]).apply(TinyGPT())
-        assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 2
-    with ProcessGroupMesh(a=2, b=2, c=2, name="replicated between sharded axes") as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b"))
-        module = together.apply(TinyGPT())
-        parallel_models.assert_same_run(train_parallel(module, together.share), train_alone(TinyGPT()))
-        assert held(module) == whole / 4
-        assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
-        dist.barrier()
-    with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
-        tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
-        weight = compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), tensor).apply(TinyGPT()).blocks[0].up.weight
-        assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
-        assert weight.to_local().numel() == weight.numel() / 8
-        groups = [weight.device_mesh.get_group(name) for name in ("dp_cp", "tp")]
-        assert groups == [mesh.group("dp", "cp"), mesh.group("tp")]
+    module = ShardedDataParallel(mesh, "dp").apply(TinyGPT())
+    assert held(module) == whole / 8
+    assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 5  # the whole and each layer
+    module = ShardedDataParallel(mesh, "dp", layers=lambda module: [module.blocks[0]]).apply(TinyGPT())
+    assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 2
+    mesh = mesh.view(a=2, b=2, c=2)
+    together = compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b"))
+    module = together.apply(TinyGPT())
+    parallel_models.assert_same_run(train_parallel(module, together.share), train_alone(TinyGPT()))
+    assert held(module) == whole / 4
+    assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
+    mesh = mesh.view(dp=2, mid=1, cp=2, tp=2)
+    tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+    weight = compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), tensor).apply(TinyGPT()).blocks[0].up.weight
+    assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
+    assert weight.to_local().numel() == weight.numel() / 8
+    groups = [weight.device_mesh.get_group(name) for name in ("dp_cp", "tp")]
+    assert groups == [mesh.group("dp", "cp"), mesh.group("tp")]
 
 
 @on_mesh(dp=4)

@@ -24,11 +24,12 @@ from pgmesh import MethodError, ProcessGroupMesh, parallel
 from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, verify
 from pgmesh.parallel.schedules import SCHEDULES
 from tests.support.expert_models import expert_layer
+from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import AverageLater, Rows
 from tests.support.parallel_models import TOLERANCE, assert_same, optimizer_of, train_parallel, weights_of
 from tests.support.pipelines import needs_pipelines
 from tests.support.programs import clean_env
-from tests.support.worlds import check_sums, groups_of, on_ranks, world
+from tests.support.worlds import check_sums, groups_of, world
 
 ROOT = Path(__file__).parents[2]
 PAGE = "".join((ROOT / "docs" / f"{page}.md").read_text("utf-8") for page in ("parallel", "methods", "own_methods"))
@@ -162,8 +163,8 @@ def of_markdown() -> type[Method]:
 
 
 @needs_pipelines
-@on_ranks(4)
-def test_documented_methods_compose_with_others():
+@on_mesh(x=2, own=2)
+def test_documented_methods_compose_with_others(mesh: ProcessGroupMesh):
     average, split = of_markdown(), runpy.run_path(str(ROOT / "examples" / "10_own_method.py"))["Split"]
     for own, kind, frozen in (
         (average, "tensor", ()),
@@ -171,10 +172,8 @@ def test_documented_methods_compose_with_others():
         (split, "sharding", ()),
         (split, "two stages", ()),
     ):
-        with ProcessGroupMesh(x=2, own=2, name=f"{own.__name__}, {kind}") as mesh:
-            together, build = compose(mesh, partner(mesh, kind, "x"), own(mesh, "own")), partial(SmallModel, frozen)
-            assert verify(together, build, map(batch, range(2)), loss=loss_of) <= TOLERANCE
-            check_sums(groups_of(mesh))
+        together, build = compose(mesh, partner(mesh, kind, "x"), own(mesh, "own")), partial(SmallModel, frozen)
+        assert verify(together, build, map(batch, range(2)), loss=loss_of) <= TOLERANCE
 
 
 @pytest.mark.parametrize("later", [False, True])

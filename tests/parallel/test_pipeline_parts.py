@@ -24,7 +24,6 @@ from tests.support.message_assertions import last_call
 from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, batch, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
-from tests.support.worlds import on_ranks
 
 
 def stages_of(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
@@ -36,8 +35,6 @@ def tied_model() -> TinyGPT:
 
 
 class Changed(Method):
-    """Changes the module."""
-
     differs = "rows"
 
     def __init__(self, mesh: ProcessGroupMesh, axis: str, change: Callable[[nn.Module], nn.Module]) -> None:
@@ -57,23 +54,22 @@ def rename_ends(module: nn.Module) -> nn.Module:
 
 
 @needs_pipelines
-@on_ranks(2)
-def test_tied_weights_are_found_in_wrappers_or_raise():
+@on_mesh(pp=2, dp=1)
+def test_tied_weights_are_found_in_wrappers_or_raise(mesh: ProcessGroupMesh):
     plain, (codes, target) = tied_model(), batch(0)
     loss_of(plain(codes), target).backward()
     for change in (compile_whole, nn.Sequential, rename_ends):
-        with ProcessGroupMesh(pp=2, dp=1) as mesh:
-            together = compose(mesh, gpt_stages(mesh), Changed(mesh, "dp", change))
-            if change is rename_ends:
-                text = r"(tokens|head)\.weight, which is tied .* is not found .* stage (0|1)"
-                with pytest.raises(MethodError, match=text):
-                    together.apply(tied_model())
-                continue
-            model = together.apply(tied_model())
-            model.step(codes, target=target)
-            ends = [each.grad for name, each in model.named_parameters() if "tokens" in name or "head" in name]
-            assert len(ends) == 1
-            torch.testing.assert_close(ends[0], plain.tokens.weight.grad, rtol=0, atol=1e-12)
+        together = compose(mesh, gpt_stages(mesh), Changed(mesh, "dp", change))
+        if change is rename_ends:
+            text = r"(tokens|head)\.weight, which is tied .* is not found .* stage (0|1)"
+            with pytest.raises(MethodError, match=text):
+                together.apply(tied_model())
+            continue
+        model = together.apply(tied_model())
+        model.step(codes, target=target)
+        ends = [each.grad for name, each in model.named_parameters() if "tokens" in name or "head" in name]
+        assert len(ends) == 1
+        torch.testing.assert_close(ends[0], plain.tokens.weight.grad, rtol=0, atol=1e-12)
 
 
 def test_stages_share_other_attributes_of_the_module():
@@ -172,10 +168,8 @@ def test_new_precision_makes_a_new_schedule(mesh: ProcessGroupMesh):
         torch.testing.assert_close(found, right if mesh.index("pp") else [])
 
 
-@on_ranks(4)
-def test_a_second_ddp_around_a_first_is_refused():
-    """Nested DDP computes wrong gradients."""
-    mesh = ProcessGroupMesh(a=2, b=2, name="actor")
+@on_mesh(a=2, b=2)
+def test_a_second_ddp_around_a_first_is_refused(mesh: ProcessGroupMesh):
     methods = DataParallel(mesh, "a"), DataParallel(mesh, "b")
     module = methods[0].apply(nn.Linear(2, 2))
     nested = nn.Sequential(module)
@@ -307,7 +301,6 @@ def as_a_whole(layers: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 )
 @on_mesh(pp=2)
 def test_loop_over_stage_layers_equals_one_process(mesh: ProcessGroupMesh, kind: type[nn.Module], loop: Loop):
-    """Two ranks with two stages each, against one process. Each stage compiles to one graph."""
     pipeline = stages_of(mesh, loss=mse_loss, schedule="interleaved", stages_per_rank=2)
     rows, target = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert verify(compose(mesh, pipeline), lambda: Looping(kind, loop), [(rows, target)]) < 1e-12

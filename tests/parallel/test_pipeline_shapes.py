@@ -160,22 +160,19 @@ def noisy(schedule: str, count: int, data: Callable[..., Method] | None, again: 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "count", "again", "frozen"),
+    ("schedule", "count", "data", "again", "frozen"),
     [
-        ("1f1b", 1, False, False),
-        ("gpipe", 1, True, True),
-        ("interleaved", 2, True, False),
-        ("zero-bubble", 1, False, True),
-        ("zero-bubble-v", 2, False, False),
+        ("1f1b", 1, None, False, False),
+        ("gpipe", 1, None, True, True),
+        ("interleaved", 2, None, True, False),
+        ("zero-bubble", 1, None, False, True),
+        ("zero-bubble-v", 2, None, False, False),
+        ("1f1b", 1, functools.partial(DataParallel, gradient_as_bucket_view=True), True, False),
+        ("1f1b", 1, ShardedDataParallel, True, False),
     ],
 )
-def test_steps_of_alternating_shapes_equal_one_process(schedule, count, again, frozen):
-    world(2).run(noisy, schedule, count, None, again, frozen)
-
-
-@pytest.mark.parametrize("data", [functools.partial(DataParallel, gradient_as_bucket_view=True), ShardedDataParallel])
-def test_steps_under_data_parallelism_equal_one_process(data):
-    world(4).run(noisy, "1f1b", 1, data, True, False)
+def test_steps_of_alternating_shapes_equal_one_process(schedule, count, data, again, frozen):
+    world(4 if data else 2).run(noisy, schedule, count, data, again, frozen)
 
 
 class Wrapping(nn.Module):

@@ -298,9 +298,8 @@ def layer() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-@on_ranks(4)
-def test_verify_says_if_only_norms_or_experts_differ():
-    mesh = ProcessGroupMesh(dp=4, name="experts")
+@on_mesh(dp=4)
+def test_verify_says_if_only_norms_or_experts_differ(mesh: ProcessGroupMesh):
     together = compose(mesh, DataParallel(mesh, "dp"), parallel.ExpertParallel(mesh, "dp"))
 
     def step(composition: Composition, model: nn.Module, given: Any) -> None:
@@ -313,7 +312,7 @@ def test_verify_says_if_only_norms_or_experts_differ():
     text = error_of(together, partial(expert_model, layers=1), CODES, step=step)
     assert "Only experts differ" in text
     assert "Each gradient that differs is 2 times that on one rank." in text
-    mesh = ProcessGroupMesh(tp=4, name="norms")
+    mesh = mesh.view(tp=4)
     plan = {name: style for name, style in SEQUENCE_PLAN.items() if "norm" not in name}
     plan = {**plan, "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
     text = error_of(compose(mesh, TensorParallel(mesh, "tp", plan=plan)), ONE_LAYER, CODES, loss=loss_of)
@@ -384,8 +383,6 @@ def test_verify_takes_nan_and_infinity_for_a_difference(mesh: ProcessGroupMesh):
 
 
 class Drops(parallel.Method):
-    """Leaves out a parameter."""
-
     differs = "weights"
 
     def apply(self, module: nn.Module) -> nn.Module:

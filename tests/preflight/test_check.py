@@ -36,7 +36,7 @@ from pgmesh.preflight.stages import Stages
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
 from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
-from tests.support.faults import last_status
+from tests.support.faults import last_status, meanwhile
 from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import clean_env, free_port, run_programs
 from tests.support.resource_counts import growth
@@ -342,13 +342,11 @@ def slowed(pid: int, run: float = 0.004, stop: float = 0.040) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
             over.wait(run)
 
-    thread = threading.Thread(target=slow)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    with meanwhile(slow):
+        try:
+            yield
+        finally:
+            over.set()
 
 
 @pytest.mark.long

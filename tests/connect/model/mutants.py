@@ -9,8 +9,7 @@ from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Arrival
 from pgmesh.liveness.operations import Operation, Read
-from tests.connect.model.programs import PAIRS_AND_TRIPLE, at_once, one_after_another
-from tests.connect.model.ranks import Code
+from tests.connect.model.ranks import PAIRS_AND_TRIPLE, Code, at_once, one_after_another
 from tests.connect.model.space import ALL_ARRIVED, EQUAL, LOSS_FOUND, MISMATCH_FOUND, NO_FAILURE, TRUE_MISSING
 from tests.support.board import Board
 from tests.support.model.boards import AllLost, MutantBoard, NoneLost, Overwriting, Stubborn

@@ -1,4 +1,4 @@
-"""One rank of the model: its calls of connect, and what the laws are about in its states."""
+"""One rank of the model: its program, its calls of connect, and what the laws are about in its states."""
 
 from __future__ import annotations
 
@@ -12,9 +12,44 @@ from pgmesh.connect.rounds import Rounds
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Append, CompareSet
 from pgmesh.liveness.statuses import Statuses
-from tests.connect.model.programs import Call as Groups, Group, Program
 from tests.support.board import Board
 from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
+
+Group = tuple[int, ...]
+Groups = tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program of one rank.
+
+    Args:
+        calls: the calls of connect, each with its groups, one after another.
+        after: the action after a failed or interrupted call: "stop", or "retry" (its groups that were not made).
+        otherwise: calls that replace the rest after a failed call.
+        variant: a field of the fingerprints of its groups.
+    """
+
+    calls: tuple[Groups, ...]
+    after: str = "stop"
+    otherwise: tuple[Groups, ...] = ()
+    variant: int = 0
+
+    def retries(self) -> bool:
+        return self.after == "retry" or bool(self.otherwise)
+
+
+def one_after_another(*groups: Group, **more: Any) -> Program:
+    """A call for each group."""
+    return Program(tuple((group,) for group in groups), **more)
+
+
+def at_once(*groups: Group, **more: Any) -> Program:
+    """One call for all."""
+    return Program((groups,), **more)
+
+
+PAIRS_AND_TRIPLE: tuple[Group, ...] = ((0, 1), (0, 2), (1, 2), (0, 1, 2))
 
 CONSTANTS = {"rank", "client", "call_site", "process", "statuses", "warn", "ready", "poll", "_waits"}
 """Fields of a judge that are no part of its explicit state."""
@@ -119,7 +154,7 @@ class Connect(Call):
         memory: Memory = self.memory
         calls, otherwise = memory.calls, memory.otherwise
         failed = tuple(tuple(each.ranks) for each in self.attempts if not each.is_made())
-        if not failed or self.program.after == "next":
+        if not failed:
             calls = calls[1:]
         elif self.program.after == "retry":
             calls = (failed, *calls[1:])

@@ -12,8 +12,7 @@ from pgmesh.connect import group_rounds
 from pgmesh.connect.decisions import Decision
 from pgmesh.liveness.operations import CompareSet, Delete, Read
 from pgmesh.liveness.statuses import RankStatus, status_key
-from tests.connect.model.programs import Program
-from tests.connect.model.ranks import Code, Connect, Memory, Rank, SetPending, group_of, plain
+from tests.connect.model.ranks import Code, Connect, Memory, Program, Rank, SetPending, group_of, plain
 from tests.support.model.processes import MOST_CALLS, Process, Sleep
 from tests.support.model.space import NO_FAULTS, NO_WAIT, RETRY, Faults, Space, State, Violation
 from tests.support.model.stores import Content, Stores, decision_in, rank_of

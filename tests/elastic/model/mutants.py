@@ -13,8 +13,7 @@ from pgmesh.elastic.shrinking import decide
 from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.elastic.state import ElasticState
 from pgmesh.liveness.operations import Operation, Read
-from tests.elastic.model.processes import Code, Program
-from tests.elastic.model.programs import DROP, PAIR, SECOND_DIES, SPARE, members, with_new, with_spare
+from tests.elastic.model.processes import DROP, PAIR, SECOND_DIES, SPARE, Code, Program, members, with_new, with_spare
 from tests.elastic.model.space import ALL_ARRIVED, CAUSE, NOT_IN, ONE_SUCCESSOR, TRUE_LOST
 from tests.support.model.boards import AllLost, MutantBoard, NoneLost, Overwriting, Stubborn
 from tests.support.model.space import NEVER_CHANGES, NO_ERROR, NO_FAULTS, NO_WAIT, ONE_DECISION, RETRY, Faults, Mutant
