@@ -1,13 +1,17 @@
-"""Statuses: their form in the store, what follows from them, and which ranks are taken for lost."""
+"""Statuses: their form in the store, what follows from them, and which ranks are lost; and operations on stores."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, strategies as st
 
+from pgmesh.liveness.operations import Add, Append, CompareSet, Delete, Operation, Read, Set, perform
 from pgmesh.liveness.statuses import Place, RankStatus, Statuses, status_key
+from tests.support.board import MemoryStore
 from tests.support.memory_client import MemoryClient
 
 WAITS = "connecting group tp of mesh 'actor' (ranks 0, 1) at train.py:9, waiting for ranks 0, 7"
@@ -146,3 +150,40 @@ def test_almost_lost_rank_waits_shortly_for_its_listener():
     reader.clock = 4.75
     reader.ask(1)
     assert reader.asked == [(1, 0.25)]
+
+
+STEPS: list[tuple[Operation, Any]] = [
+    (Read("a"), None),
+    (Add("count"), 1),
+    (Add("count"), 2),
+    (Read("count"), b"2"),
+    (CompareSet("a", "first"), b"first"),
+    (CompareSet("a", "second"), b"first"),
+    (Read("a"), b"first"),
+    (Set("a", "fourth"), None),
+    (Read("a"), b"fourth"),
+    (Delete(("a", "count")), [True, True]),
+    (Read("a"), None),
+]
+"""Operations in this order, each with its answer."""
+
+
+def tcp_store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+STORES = {
+    "TCPStore": lambda folder: tcp_store(),
+    "HashStore": lambda folder: dist.HashStore(),
+    "FileStore": lambda folder: dist.FileStore(str(folder / "store"), 1),
+    "PrefixStore": lambda folder: dist.PrefixStore("prefix", tcp_store()),
+    "memory": lambda folder: MemoryStore({}),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_perform_returns_answer_of_store(name: str, tmp_path: Path):
+    store, steps = STORES[name](tmp_path), [*STEPS]
+    if name != "FileStore":  # which cannot append
+        steps += [(Append("lines", "a\n"), None), (Append("lines", "b\n"), None), (Read("lines"), b"a\nb\n")]
+    assert [perform(store, operation) for operation, _ in steps] == [answer for _, answer in steps]
