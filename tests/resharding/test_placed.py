@@ -282,23 +282,21 @@ def test_memory_in_common_is_found_element_by_element():
     assert find_shared_memory({"spread": torch.zeros(1).expand(3)}) == ["spread and spread"]
 
 
+def random_range(rng: random.Random) -> range:
+    start = rng.randint(0, 30)
+    return range(start, start + rng.choice([0, 1, 4, 10]))
+
+
 def test_sources_that_a_target_overwrites_are_found():
-    """Against each pair: a source is found if a target begins before its end, and ends after its start."""
+    """Against the elements of each pair."""
     memory = torch.zeros(40)
     for seed in range(300):
         rng = random.Random(seed)
-
-        def ends(rng: random.Random = rng) -> tuple[int, int]:
-            start = rng.randint(0, 30)
-            return start, start + rng.choice([0, 1, 4, 10])
-
-        sources, targets = {f"{i}": ends() for i in range(4)}, [ends() for _ in range(rng.randint(0, 4))]
-        expected = [
-            name for name, (start, stop) in sources.items() if any(a < stop and b > start for a, b in targets if a < b)
-        ]
-        expected = [name for name in expected if sources[name][0] < sources[name][1]]
-        tensors = {name: memory[start:stop] for name, (start, stop) in sources.items()}
-        assert find_overlaps(tensors, [memory[start:stop] for start, stop in targets]) == expected, seed
+        sources = {f"{i}": random_range(rng) for i in range(4)}
+        targets = [random_range(rng) for _ in range(rng.randint(0, 4))]
+        expected = [name for name, each in sources.items() if any({*each} & {*target} for target in targets)]
+        tensors = {name: memory[each.start : each.stop] for name, each in sources.items()}
+        assert find_overlaps(tensors, [memory[each.start : each.stop] for each in targets]) == expected, seed
 
 
 def test_parts_that_do_not_fit_are_refused():

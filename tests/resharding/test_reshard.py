@@ -44,7 +44,7 @@ def test_weights_of_fsdp_go_to_a_slice():
 
 @on_ranks(4)
 def test_rank_outside_the_source_needs_only_its_ranks():
-    """Disjoint meshes: ranks 0, 1 send a plain tensor, ranks 2, 3 receive it; rank 4 and later do not call."""
+    """Disjoint meshes: ranks 0, 1 send a plain tensor, ranks 2, 3 receive it."""
     target = ProcessGroupMesh(tp=2, ranks=[3, 2], name="target")
     source = Layout(2, ranks=[1, 0])
     tensor = torch.arange(6).view(3, 2) > 2
