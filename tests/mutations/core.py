@@ -143,7 +143,7 @@ find_mesh_groups = lambda name, *more: original(f"{name} again", *more)
         "why_does_it_hang.md",
         "torch_private.py",
         "checked = lambda backend, helper: backend",
-        "tests/groups/test_debug_detail.py -k rank_and_operation",
+        "tests/groups/test_missing_members.py -k rank_and_operation",
     ),
     "timeout_not_compared": Mutation(
         "a difference between two fingerprints (timeout) is a MismatchError with both values",
