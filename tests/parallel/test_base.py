@@ -212,19 +212,20 @@ def test_methods_own_the_axes_of_their_slices(mesh: ProcessGroupMesh):
 
 
 class Fails(Method):
-    """Raises on some ranks, before an all-reduce along its axes that the others enter, or after it."""
+    """Raises an error or returns None on some ranks, before an all-reduce that the others enter, or after it."""
 
     differs = "rows"
     before = False
-    failing = range(4)
+    failing = range(8)
+    error: BaseException | None = ShapeError("3 heads cannot be shared out along dp=2.")
 
-    def apply(self, module: nn.Module) -> nn.Module:
-        group = self.mesh.group(*self.owns)
-        if not self.before or self.mesh.rank not in self.failing:
-            dist.all_reduce(torch.ones(()), group=group)
-        if self.mesh.rank in self.failing:
-            raise ShapeError("3 heads cannot be shared out along dp=2.")
-        return module
+    def apply(self, module: nn.Module) -> Any:
+        fails = self.mesh.rank in self.failing
+        if not (self.before and fails):
+            dist.all_reduce(torch.ones(()), group=self.mesh.group(*self.owns))
+        if fails and self.error is not None:
+            raise self.error
+        return None if fails else module
 
 
 class Sums(Method):
@@ -262,17 +263,6 @@ def test_failed_apply_releases_its_groups():
         mesh.release("dp")
 
 
-class Raises(Weights):
-    """Creates its group, and then raises an error, or returns None."""
-
-    error: BaseException | None = None
-
-    def apply(self, module: nn.Module) -> Any:
-        self.mesh.group(*self.owns)
-        if self.error is not None:
-            raise self.error
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "text"),
     [
@@ -282,9 +272,9 @@ class Raises(Weights):
     ],
 )
 def test_failed_apply_wraps_errors_once(mesh: ProcessGroupMesh, error: Any, raised: Any, text: str):
-    method = Raises(mesh, "dp")
+    method = Fails(mesh, "dp")
     method.error = error
-    match = f"^Raises along dp failed in apply: {text}" if text else "^$"
+    match = f"^Fails along dp failed in apply: {text}" if text else "^$"
     with pytest.raises(raised, match=match) as caught:
         compose(mesh, method, Pipeline(mesh, "pp"), unowned=["tp"]).apply(nn.Identity())
     assert "Pipeline" not in str(caught.value)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -188,15 +187,11 @@ def test_a_second_ddp_around_a_first_is_refused(mesh: ProcessGroupMesh):
     assert (together.methods[0].owns, together.methods[0].replicates) == (("a", "b"), ("b",))
 
 
-def test_pipeline_on_torch_with_older_stages_raises():
-    with (
-        fake_rank(0, 1),
-        ProcessGroupMesh(pp=1) as mesh,
-        mock.patch.object(torch_private, "stages_are_supported", return_value=False),
-    ):
-        method = stages_of(mesh, layers="0")
-        with pytest.raises(MethodError, match=r"^a pipeline needs the stages of torch 2\.12: with those of torch 2\."):
-            method.apply(nn.Sequential(nn.Sequential(nn.Tanh())))
+def test_pipeline_on_torch_with_older_stages_raises(mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_private, "stages_are_supported", lambda *_: False)
+    method = stages_of(mesh.view(pp=1, rest=8), layers="0")
+    with pytest.raises(MethodError, match=r"^a pipeline needs the stages of torch 2\.12: with those of torch 2\."):
+        method.apply(nn.Sequential(nn.Sequential(nn.Tanh())))
 
 
 class Regular(nn.Module):
@@ -229,11 +224,10 @@ def test_dropout_or_statistics_on_every_stage_raise(between: nn.Module):
         stages_of(mesh, first=["tokens"]).cut(Regular(between))  # the only stage
 
 
-def test_module_of_loss_is_in_no_stage():
-    with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
-        loss = nn.CrossEntropyLoss(weight=torch.ones(4))
-        method = stages_of(mesh, layers="0", loss=loss)
-        assert not method.apply(nn.Sequential(nn.Sequential(nn.Tanh()))).state_dict()
+def test_module_of_loss_is_in_no_stage(mesh: ProcessGroupMesh):
+    loss = nn.CrossEntropyLoss(weight=torch.ones(4))
+    method = stages_of(mesh.view(pp=1, rest=8), layers="0", loss=loss)
+    assert not method.apply(nn.Sequential(nn.Sequential(nn.Tanh()))).state_dict()
 
 
 LAYERS, WIDTH = 5, 4

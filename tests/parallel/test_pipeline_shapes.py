@@ -18,7 +18,6 @@ from pgmesh import MethodError, ProcessGroupMesh, ShapeError, parallel
 from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, compose, seeded_rng
 from pgmesh.parallel.running import MAX_SCHEDULES
 from tests.support.expert_models import expert_model
-from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
@@ -188,32 +187,32 @@ class Wrapping(nn.Module):
         return x if self.last and self.layers[1] is None else self.wrap(x)
 
 
-def test_a_stage_that_returns_other_outputs_raises():
-    with fake_rank(0, 1), ProcessGroupMesh(pp=1, tp=1) as mesh:
+def test_a_stage_that_returns_other_outputs_raises(mesh):
+    mesh = mesh.view(pp=1, tp=1, rest=8)
 
-        def model(module: nn.Module) -> nn.Module:
-            names = {"layers": "layers", "schedule": "interleaved"}
-            return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, stages_per_rank=2).apply(module)
+    def model(module: nn.Module) -> nn.Module:
+        names = {"layers": "layers", "schedule": "interleaved"}
+        return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, stages_per_rank=2).apply(module)
 
-        def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return mse_loss(out.to_local() if isinstance(out, DTensor) else out, target)
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(out.to_local() if isinstance(out, DTensor) else out, target)
 
-        message = "microbatch 0 of stage 0 returned {}, but has to return plain tensors.{}"
-        hint = "\n\n  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
-        tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
-        changed = model(Wrapping(lambda x: x[:, : widths.pop()]))
-        widths = [1, 2, 2]
-        text = "microbatch 1 of stage 0 returned torch.float32 [2, 1], but the first returned torch.float32 [2, 2]."
-        assert_raises(MethodError, lambda: changed.step(torch.ones(4, 2), target=torch.ones(4, 2)), text)
-        for wrap, name in (
-            (lambda x: {"x": x}, "dict"),
-            (tensor, "DTensor"),
-            (lambda x: (x, None), "torch.float32 [2, 2], NoneType"),
-        ):
-            text = message.format(name, hint if name == "DTensor" else "")
-            step = model(Wrapping(wrap)).step
-            assert_raises(MethodError, lambda step=step: step(torch.ones(4, 2), target=torch.ones(4, 2)), text)
-        assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
+    message = "microbatch 0 of stage 0 returned {}, but has to return plain tensors.{}"
+    hint = "\n\n  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
+    tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
+    changed = model(Wrapping(lambda x: x[:, : widths.pop()]))
+    widths = [1, 2, 2]
+    text = "microbatch 1 of stage 0 returned torch.float32 [2, 1], but the first returned torch.float32 [2, 2]."
+    assert_raises(MethodError, lambda: changed.step(torch.ones(4, 2), target=torch.ones(4, 2)), text)
+    for wrap, name in (
+        (lambda x: {"x": x}, "dict"),
+        (tensor, "DTensor"),
+        (lambda x: (x, None), "torch.float32 [2, 2], NoneType"),
+    ):
+        text = message.format(name, hint if name == "DTensor" else "")
+        step = model(Wrapping(wrap)).step
+        assert_raises(MethodError, lambda step=step: step(torch.ones(4, 2), target=torch.ones(4, 2)), text)
+    assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 
 
 LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
@@ -311,10 +310,9 @@ def test_a_pipeline_keeps_schedules_of_the_latest_shapes(mesh: ProcessGroupMesh)
     assert [*model.schedules.values()] == kept  # the last length was known
 
 
-def test_pipeline_without_a_loss_goes_forward():
-    with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
-        rows = drawn(0, 4, 2, WIDTH)
-        torch.testing.assert_close(of_net(mesh, None).apply(Net())(rows), Net()(rows).detach())
+def test_pipeline_without_a_loss_goes_forward(mesh):
+    rows = drawn(0, 4, 2, WIDTH)
+    torch.testing.assert_close(of_net(mesh.view(pp=1, rest=8), None).apply(Net())(rows), Net()(rows).detach())
 
 
 def of_several(output: torch.Tensor, target: Any) -> torch.Tensor:

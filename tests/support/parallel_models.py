@@ -1,9 +1,5 @@
 """Reference of the parallel methods: a tiny GPT and its training in one process, in 64-bit floats.
 
-    expected = train_alone(TinyGPT())                      # losses, gradients of each step, weights after the last
-    ...                                                    # the same on a mesh, gradients as whole tensors by name
-    assert_same(step, found_gradients, expected.gradients[step])
-
 The two runs differ only in the order of sums, by about 1e-16 each; a wrong group, factor or batch changes 1e-4 or
 more. A rank runs with one thread, since the ranks share the cores.
 """
