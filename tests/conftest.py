@@ -38,7 +38,7 @@ LONGEST = (
     "groups/test_lifetime",
     "resharding/test_plan",
     "cli/test_command_line",
-    "resharding/test_new_process",
+    "resharding/test_faults",
     "groups/test_groups",
     "resharding/test_reshard",
     "connect/test_connect",

@@ -18,7 +18,7 @@ MUTATIONS = {
         "resharding.md",
         "mesh.py",
         "abort_with = lambda mesh, internal: None",
-        "tests/resharding/test_abort.py",
+        "tests/resharding/test_faults.py -k abort",
     ),
     # -- parallel methods --
     "tied_weight_twice": Mutation(
