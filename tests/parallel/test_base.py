@@ -201,10 +201,8 @@ def test_methods_own_the_axes_of_their_slices(mesh: ProcessGroupMesh):
     rest = [Pipeline(mesh, "pp")]
     compose(mesh, Rows(mesh.at(pp=1), "dp"), Weights(mesh, "tp"), *rest)
     both = "dp=2 x tp=2, so their 4"
-    for half, bare in {
-        Experts(mesh.view(pp=2, ep=4), "ep"): both,
-        Rows(mesh.at(pp=1), "dp"): "tp=2, so its 2",
-    }.items():
+    experts, rows = Experts(mesh.view(pp=2, ep=4), "ep"), Rows(mesh.at(pp=1), "dp")
+    for half, bare in ((experts, both), (rows, "tp=2, so its 2")):
         with pytest.raises(AxisError, match=f"^no method owns {bare} ranks would do the same work"):
             compose(mesh, half, *rest)
     with pytest.raises(AxisError, match=r"^no method owns pp=2"):

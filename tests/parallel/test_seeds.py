@@ -1,4 +1,4 @@
-"""Seeds per axis: which ranks draw the same numbers, the definition of a seed, and activation checkpointing."""
+"""Seeds per axis: which ranks draw the same numbers, what a seed is, checkpointing, and a stand-in for a GPU."""
 
 from __future__ import annotations
 
@@ -155,3 +155,31 @@ def test_compiled_code_draws_what_eager_code_draws(kind: bool | None):
     torch.compiler.reset()
     with pytest.raises(Unsupported):  # an entry is a graph break
         results(torch.compile(layer, backend="aot_eager", fullgraph=True))
+
+
+class Cuda:
+    """torch.cuda with one device, which a program may initialize."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.initialized, self.generator = False, torch.Generator()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.initialized)
+        monkeypatch.setattr(torch.cuda, "init", lambda: setattr(self, "initialized", True))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
+
+
+def test_seeded_rng_seeds_cuda_once_the_program_initializes(mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch):
+    cuda = Cuda(monkeypatch)
+    with seeded_rng(seed_of(mesh, "tp", seed=7)):
+        torch.rand(2)
+    assert not cuda.initialized
+    torch.cuda.init()
+    before = cuda.generator.get_state()
+    seed, drawn = seed_of(mesh, "tp", seed=7), []
+    for _ in range(2):
+        with seeded_rng(seed):
+            drawn.append((torch.rand(2), torch.rand(2, generator=cuda.generator)))
+    assert drawn[0][0].equal(drawn[0][1])  # both have the seed of the entry
+    assert not drawn[0][1].equal(drawn[1][1])
+    assert cuda.generator.get_state().equal(before)
