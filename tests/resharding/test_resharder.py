@@ -174,22 +174,17 @@ def test_only_scattered_or_small_shards_are_staged():
     assert moved.staged == (2 * columns + small if rank < 2 else small)
 
 
-# ---- descriptions ----
-
-
-MORE_RESHARDERS = 16
-
-
 @on_ranks(4)
 def test_descriptions_are_not_stored():
+    more = 16
     state = {f"layer {i}": torch.zeros(8) for i in range(100)}
     resharder(state, state)
     dist.barrier()
     before = count_with_keys()["keys"]
     dist.barrier()
-    for _ in range(MORE_RESHARDERS):
+    for _ in range(more):
         resharder(state, state)
-    wait_until(lambda: count_with_keys()["keys"] < before + MORE_RESHARDERS / 2, "few keys are left")
+    wait_until(lambda: count_with_keys()["keys"] < before + more / 2, "few keys are left")
 
 
 # ---- what does not match ----
