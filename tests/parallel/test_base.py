@@ -159,8 +159,6 @@ def test_experts_do_not_lie_across_stages():
 
 
 class Model(nn.Module):
-    """A dense weight and an expert."""
-
     def __init__(self) -> None:
         super().__init__()
         self.head, self.mix, self.experts = nn.Linear(2, 2), mix, nn.ModuleList([nn.Linear(2, 2)])

@@ -38,8 +38,7 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums di
 )
 @on_ranks(4)
 def test_mix_over_ranks_equals_mix_on_one(sizes, over, stacked):
-    """Outputs and gradients of one mixture, with these numbers of tokens on each rank."""
-    counts = [7, 0] if "same" in sizes else [5, 0, 9, 2]
+    counts = [7, 0] if "same" in sizes else [5, 0, 9, 2]  # tokens of each rank
     torch.manual_seed(5)
     shape = (sum(counts), WIDTH)
     tokens, given = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)

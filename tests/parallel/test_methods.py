@@ -143,7 +143,6 @@ def test_gradients_in_bfloat16_are_reduced_in_32_bits(mesh: ProcessGroupMesh):
 
 @on_mesh(dp=2)
 def test_resharding_and_offloading_are_passed_through(mesh: ProcessGroupMesh):
-    """Both keywords are passed to fully_shard: layers are resharded after forward or not, with equal gradients."""
     (codes, target), right = batch(0), train_alone(TinyGPT(), steps=range(1)).gradients[0]
     for keep in (True, False):
         policy = CPUOffloadPolicy(pin_memory=False)

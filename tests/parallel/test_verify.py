@@ -46,6 +46,7 @@ def pairs(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 CODES = [batch(step) for step in range(2)]
 ONE_LAYER = partial(TinyGPT, layers=1)
+layer = partial(nn.Linear, WIDTH, WIDTH)
 
 
 class GatedMLP(nn.Module):
@@ -117,7 +118,7 @@ def contrastive_loss_over_local_negatives(mesh: ProcessGroupMesh, wrong: bool) -
         (loss * size).backward()  # each rank has the gradient of its own rows, of which the mean is taken
         return loss
 
-    return verify(compose(mesh, DataParallel(mesh, "dp")), lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), step=step)
+    return verify(compose(mesh, DataParallel(mesh, "dp")), layer, pairs(8, WIDTH), step=step)
 
 
 def gathered(rows: torch.Tensor, mesh: ProcessGroupMesh) -> torch.Tensor:
@@ -172,7 +173,7 @@ class Hooked(parallel.Method):
 
 def hooked(change: str, mesh: ProcessGroupMesh, wrong: bool) -> float:
     together = compose(mesh, Hooked(mesh, "dp", change=CHANGES[change] if wrong else lambda own, mean: mean))
-    return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), loss=mse_loss)
+    return verify(together, layer, pairs(8, WIDTH), loss=mse_loss)
 
 
 CHANGES: dict[str, Change] = {
@@ -292,10 +293,6 @@ def error_of(together: Composition, build: Callable[..., nn.Module], batches: An
     with pytest.raises(MethodError) as caught:
         verify(together, build, batches, **given)
     return str(caught.value)
-
-
-def layer() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
 
 
 @on_mesh(dp=4)
