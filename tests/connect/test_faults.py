@@ -51,6 +51,7 @@ from tests.support.programs import send_signal
 from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 
+D = 1.5  # seconds: a deadline that passes
 ALIKE: dict[str, Any] = {"dp": 2, "tp": 2, "ranks": range(4)}
 DIFFER: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"dp": 4, "tp": 1}, "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3"),
@@ -131,9 +132,6 @@ def test_wrong_first_sum_fails_on_all_ranks():
     assert failed.kind == "MismatchError", failed.text
     assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
     assert not again.kind, again.text
-
-
-D = 1.5
 
 
 @pytest.mark.fault("a living member never comes to `connect`")
@@ -336,9 +334,6 @@ def test_interrupt_before_or_after_arrival_reaches_peers(where: str, tmp_path: P
     assert mesh.rank == 3 or ("rank 3" in failed.text and "KeyboardInterrupt" in failed.text), failed
 
 
-TWICE = 2
-
-
 def connect_twice(rank: int, port: int, folder: Path, number: int) -> None:
     """Rank 3 never starts: its process has rank 2."""
     join_world(rank, port, 4)
@@ -349,7 +344,7 @@ def connect_twice(rank: int, port: int, folder: Path, number: int) -> None:
 
 @pytest.mark.fault("two processes have the same rank")
 def test_second_process_of_rank_is_named_everywhere(tmp_path: Path):
-    processes = [(0, 0), (1, 0), (TWICE, 0), (TWICE, 1)]
+    processes = [(0, 0), (1, 0), (2, 0), (2, 1)]
     with RankProcesses(connect_twice, tmp_path) as ranks:
         for rank, number in processes[:3]:
             ranks.start(rank, number)
@@ -357,7 +352,7 @@ def test_second_process_of_rank_is_named_everywhere(tmp_path: Path):
             wait_for_flag(tmp_path, f"connects {rank} {number}")
         time.sleep(3 * BEAT)  # they send heartbeats, and wait
         ranks.start(*processes[3])
-        wait_for_flag(tmp_path, f"connects {TWICE} 1")
+        wait_for_flag(tmp_path, "connects 2 1")
         started = time.monotonic()
         seen = [Attempt(*read_result(tmp_path, f"failed {rank} {number}")) for rank, number in processes]
         pids = [process.pid for process in ranks.all[2:]]

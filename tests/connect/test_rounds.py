@@ -139,10 +139,6 @@ def test_member_asks_up_to_the_next_arrived():
     assert asked == {0: [1, 2, 3], 3: [4], 4: [5, 0]}
 
 
-SILENT = Statuses(5.0, lambda: 0.0)
-"""The statuses of ranks that have none."""
-
-
 def no_answers(*operations: Operation) -> list[Any]:
     return [None] * len(operations)
 
@@ -179,7 +175,7 @@ def work_of_torch(error: Exception | None) -> Iterator[None]:
 def test_group_released_during_its_first_collective_is_named():
     """Another thread releases it after torch has raised an error, of which a lost member could be the cause."""
     with mesh_and_group() as (mesh, group), work_of_torch(RuntimeError("closed by peer")):
-        collectives = FirstCollectives(mesh._mesh_groups, client_of(), SILENT)
+        collectives = FirstCollectives(mesh._mesh_groups, client_of(), Statuses(5.0, lambda: 0.0))
         made = made_round()
         collectives.add({made: group})
         collectives.by_round[made].start()

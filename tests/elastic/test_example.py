@@ -28,7 +28,6 @@ import survive  # noqa: E402
 STEPS, WORLD = 30, 8
 GROUP_TIMEOUT = 15.0  # seconds: a message that is half sent ends at it, such as that of a rank that was stopped
 GOES_ON = "goes on after step"
-TAKEN_FOR_LOST = "mesh 'train': the other ranks went on without rank"
 
 pytestmark = pytest.mark.long
 
@@ -90,7 +89,7 @@ def test_stopped_rank_returns_as_a_spare(tmp_path: Path, start: Callable[..., su
     ranks.signal(signal.SIGSTOP, 2)
     ranks.wait_for(survive.AGREED)
     ranks.signal(signal.SIGCONT, 2)
-    ranks.wait_for(TAKEN_FOR_LOST, 2)
+    ranks.wait_for("mesh 'train': the other ranks went on without rank", 2)
     for victim in 4, 5:  # one for each spare: ranks 2 and 7
         ranks.processes[victim].kill()
         ranks.wait_for(GOES_ON, 0)

@@ -38,6 +38,9 @@ from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
 LONGER_THAN_H = H + 3 * BEAT
+RANKS, LOST = 4, 3
+TIMEOUT = WAIT_TIMEOUT / 4  # seconds, of the groups: Gloo does not always wake a rank whose connections are shut down
+KILLED = r"rank 0 has (ended: its listener at 127\.0\.0\.1:\d+ refuses connections|sent no heartbeat for at least)"
 
 
 def steps_of(folder: Path, rank: int) -> int:
@@ -142,10 +145,6 @@ def test_abort_before_exit_reaches_others(tmp_path: Path):
             assert "was aborted by rank 0 at " in Attempt(*read_result(tmp_path, f"failed {rank}")).text
 
 
-RANKS, LOST = 4, 3
-TIMEOUT = WAIT_TIMEOUT / 4  # seconds, of the groups: Gloo does not always wake a rank whose connections are shut down
-
-
 def step(rank: int, port: int, folder: Path, process: int) -> None:
     """A rank of the mesh "train". Its processes are numbered from 0; each but the first stands by."""
     join_world(rank, port, RANKS, TIMEOUT)
@@ -205,9 +204,6 @@ def test_new_processes_replace_stopped_and_killed_ranks(tmp_path: Path):
         wait_for_sums(3)
         set_flag(tmp_path, "over")
         processes.join(WAIT_TIMEOUT)
-
-
-KILLED = r"rank 0 has (ended: its listener at 127\.0\.0\.1:\d+ refuses connections|sent no heartbeat for at least)"
 
 
 def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:

@@ -43,6 +43,12 @@ from tests.support.faults import (
 from tests.support.resource_counts import CAN_COUNT, count_with_keys
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks
 
+RANKS = 4
+ABSENT = (0, 2)
+LATE = (3, 4)
+TIMEOUT = 4.0  # seconds, of groups with a message that is larger than the buffers of a TCP connection
+SIZE = 2**24  # elements of 4 bytes, of that message
+
 
 def connected(folder: Path, ranks: Sequence[int] = range(4), **sizes: int) -> ProcessGroupMesh:
     """A connected mesh "train" of these ranks, and a flag of each rank."""
@@ -256,10 +262,6 @@ def test_wrong_arguments_raise_before_the_abort():
         assert "cannot be replaced" in failed.text
 
 
-RANKS = 4
-ABSENT = (0, 2)
-
-
 def connected_in_pairs(name: str, timeout: float) -> ProcessGroupMesh:
     """A mesh in whose group all pairs of ranks are connected."""
     mesh = ProcessGroupMesh(RANKS, name=name)
@@ -307,9 +309,6 @@ def test_abort_wakes_ranks_in_a_collective(tmp_path: Path, collective: str):
         assert failed.kind == "LifetimeError" or "onnection" in failed.text, failed
 
 
-LATE = (3, 4)
-
-
 @on_ranks(5, fresh=True)
 def test_late_connection_ends_no_survivor(tmp_path: Path):
     """Ranks connect to the others after their waits for them have timed out, as ranks do that were stopped.
@@ -334,10 +333,6 @@ def test_late_connection_ends_no_survivor(tmp_path: Path):
         wait_for_flags(tmp_path, "sent", LATE)
         time.sleep(BEAT)
     assert all(each.kind for each in found), found
-
-
-TIMEOUT = 4.0  # seconds, of the groups
-SIZE = 2**24  # elements of 4 bytes: more than the buffers of a TCP connection
 
 
 def send_or_wait(folder: Path) -> tuple[Attempt, str]:

@@ -46,6 +46,9 @@ from tests.support.programs import send_signal, wait_until_gone
 from tests.support.torch_tables import address_is_published, record_operations, table_sizes
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
 
+STOP = 3.0  # seconds, of the store
+SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group that loses a member
+
 
 @pytest.mark.fault("sizes that do not fit, wrong ranks, unknown axis, empty mesh")
 @on_ranks(2, "fast")
@@ -100,9 +103,6 @@ def lose_store(fn: Callable[[Path], Any], folder: Path, number: int) -> tuple[li
         with meanwhile(go):
             seen = results(own.outcomes(fn, folder))
     return seen, f"the store at 127.0.0.1:{store.port}"
-
-
-STOP = 3.0
 
 
 def summed(group: dist.ProcessGroup) -> None:
@@ -184,9 +184,6 @@ def test_calls_wait_for_a_stopped_store(tmp_path: Path):
             assert made.took < STOP / 3 + SLACK
         assert continued <= used.end < continued + 1.0 + SLACK
         assert continued <= connected.end < continued + 2.0 + SLACK
-
-
-SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group that loses a member
 
 
 def die_in_a_first_collective(folder: Path) -> Attempt:

@@ -25,6 +25,8 @@ from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.torch_tables import count_new_groups, is_connecting
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 
+DEADLINE = timedelta(seconds=30)
+
 
 @on_ranks(4)
 def test_close_after_own_part_loses_no_message():
@@ -91,9 +93,6 @@ def test_threads_get_the_same_group():
     for tag in ("", *map(str, range(10))):
         assert count_new_groups(lambda tag=tag: ask_at_once(mesh, tag)) == 1
     check_sums(groups_of(mesh))
-
-
-DEADLINE = timedelta(seconds=30)
 
 
 def wait_for_both(store: dist.Store, key: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from pgmesh.liveness.listeners import Listener
 from pgmesh.liveness.statuses import RankStatus
 from tests.support.faults import wait_until
+from tests.support.programs import free_port
 
 
 @pytest.fixture
@@ -21,12 +22,6 @@ def listener():
     found.open("127.0.0.1:29500")
     yield found
     found.close()
-
-
-def closed_endpoint() -> tuple[str, int]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        host, port = server.getsockname()
-        return str(host), int(port)
 
 
 def is_refused(endpoint: tuple[str, int]) -> bool:
@@ -52,7 +47,7 @@ def test_closed_listener_means_that_process_has_ended(listener: Listener):
 
 def test_other_host_must_miss_a_heartbeat_too(listener: Listener):
     """A firewall may refuse connections. Each address of 127/8 but the first is a host here."""
-    status = RankStatus(endpoint=("127.0.0.2", closed_endpoint()[1]))
+    status = RankStatus(endpoint=("127.0.0.2", free_port()))
     assert [listener.has_ended(status, seconds, 1.0) for seconds in (1.4, 1.6)] == [False, True]
 
 
@@ -76,7 +71,7 @@ def test_store_without_address_gives_no_listener(store: str):
     assert listener.endpoint == ()
     listener.drain()
     listener.close()
-    assert not listener.has_ended(RankStatus(endpoint=closed_endpoint()), 100.0, 1.0)
+    assert not listener.has_ended(RankStatus(endpoint=("127.0.0.1", free_port())), 100.0, 1.0)
 
 
 def test_drain_makes_room_for_more_connections(listener: Listener):

@@ -57,15 +57,12 @@ def run_in(file: str, module: str) -> Callable[[threading.Event], object]:
     return run
 
 
-INSTALLED = "/lib/site-packages/lightning/loop.py", "lightning.loop"
-
-
 @pytest.mark.parametrize(
     ("file", "module", "expected"),
     [
         ("<string>", "__main__", "<string>:2 in run"),
         ("<frozen importlib>", "importlib", "test_places.py"),
-        (*INSTALLED, "test_places.py"),
+        ("/lib/site-packages/lightning/loop.py", "lightning.loop", "test_places.py"),
         ("/work/train.py", "train", "train.py:2 in run"),
     ],
 )

@@ -15,6 +15,8 @@ from tests.support.memory_client import MemoryClient
 
 PERIOD = 0.1
 PLACE = Place("train.py:31", "step", "torch.distributed.all_reduce", "group dp of mesh 'train'", 12)
+EXITED = "has left the world: its process has exited"
+DP = "group dp of mesh 'train'"
 WAITS = "connecting group tp of mesh 'train' (ranks 0, 1) at train.py:9, waiting for rank 1"
 
 
@@ -55,9 +57,6 @@ def test_running_rank_is_where_its_thread_is():
     )
 
 
-EXITED = "has left the world: its process has exited"
-
-
 @pytest.mark.parametrize(
     ("ago", "exited", "ended", "state", "text"),
     [
@@ -88,9 +87,6 @@ def test_rank_that_beats_meanwhile_runs(first: list[RankStatus], sent: float):
         client.values[status_key(1)] = status(1, sent).pack().encode()
 
     assert report_of(status(0), *first, between=beat).rows[1].state == "runs"
-
-
-DP = "group dp of mesh 'train'"
 
 
 def behind(counts: Mapping[int, int | None], places: Mapping[int, Place] = {}) -> list[str]:
