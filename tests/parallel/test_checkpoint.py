@@ -23,7 +23,7 @@ from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import STEPS, TinyGPT, assert_same, batch, loss_of, optimizer_of, train_alone
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import on_ranks, world
+from tests.support.worlds import on_ranks
 
 KINDS = {
     "data": on(dp=4, data="data"),
@@ -103,25 +103,22 @@ def load_on(kind: str, folder: Path, head_first: bool) -> None:
         dist.barrier()
 
 
-def from_one_to(others: list[str], kind: str, folder: Path, head_first: bool) -> None:
-    save_on(kind, folder / kind, head_first)
-    for other in others:
-        load_on(other, folder / kind, head_first)
-
-
 @needs_pipelines
+@on_ranks(4)
 def test_tied_weights_of_a_pipeline_load_without_one(tmp_path: Path):
-    world(4).run(from_one_to, ["data"], "pipeline x data", tmp_path, True)
+    save_on("pipeline x data", tmp_path, True)
+    load_on("data", tmp_path, True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
 def test_tied_weights_load_with_every_method(kind: str, tmp_path: Path):
     kinds = [*KINDS, *KINDS]
-    others = [kinds[kinds.index(kind) + 1]]  # each is loaded by the next one
+    save_on(kind, tmp_path, False)
+    load_on(kinds[kinds.index(kind) + 1], tmp_path, False)  # each is loaded by the next one
     if kind == "both ends on a rank":
-        others.append(kind)
-    world(4).run(from_one_to, others, kind, tmp_path, False)
+        load_on(kind, tmp_path, False)
 
 
 class Parts(nn.Module):
