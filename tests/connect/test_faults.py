@@ -62,6 +62,16 @@ DIFFER: dict[str, tuple[dict[str, Any], str]] = {
     "world": (ALIKE, "size of the world: 4 on ranks 0, 1, 2, 5 on rank 3"),
 }
 CONFIGURED: dict[str, Any] = {"timeout": {"timeout": 7.0}, "backend": {"backend": "cpu:gloo"}}
+SIGNALS = {
+    "KeyboardInterrupt": (signal.SIGINT, signal.default_int_handler),
+    "SystemExit": (signal.SIGTERM, lambda number, frame: sys.exit(7)),
+}
+INTERRUPTS = {
+    "making": lambda stop: mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop()),
+    "first collective": lambda stop: at_all_reduce(before=stop),
+    "/broken": lambda stop: faults(Fault(lambda each: key_of(each).endswith("/broken"), before=stop, times=1)),
+}
+"""Ctrl-C in this process, at one place of ``connect``. connect/test_model.py has those at the other operations."""
 
 
 @contextlib.contextmanager
@@ -269,12 +279,6 @@ def test_stopped_rank_is_named_and_may_return(tmp_path: Path):
     assert max(failed.end for failed, *_ in seen[:3]) - stopped < H + BEAT + SLACK
 
 
-SIGNALS = {
-    "KeyboardInterrupt": (signal.SIGINT, signal.default_int_handler),
-    "SystemExit": (signal.SIGTERM, lambda number, frame: sys.exit(7)),
-}
-
-
 @pytest.mark.fault("Ctrl-C or SIGTERM while connecting")
 @pytest.mark.parametrize("how", SIGNALS)
 @on_ranks(4, fresh=True)
@@ -303,14 +307,6 @@ def test_signal_during_connect_is_named_on_peers(how: str, tmp_path: Path):
         )
     if mesh.rank < 3:
         assert failed.end - read_result(tmp_path, "sent")[0] < 0.2 + SLACK, failed
-
-
-INTERRUPTS = {
-    "making": lambda stop: mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop()),
-    "first collective": lambda stop: at_all_reduce(before=stop),
-    "/broken": lambda stop: faults(Fault(lambda each: key_of(each).endswith("/broken"), before=stop, times=1)),
-}
-"""Ctrl-C in this process, at one place of ``connect``. connect/test_model.py has those at the other operations."""
 
 
 @pytest.mark.fault("Ctrl-C or SIGTERM while connecting")

@@ -14,6 +14,7 @@ from tests.support.faults import STATES
 from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, check
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
+IN_ANY_ORDER = at_once(AB, AC), at_once(BC, AB), one_after_another(AC, BC)
 
 
 def explore(programs: Sequence[Program], faults: Faults = NO_FAULTS, most: int = MANY) -> None:
@@ -22,13 +23,9 @@ def explore(programs: Sequence[Program], faults: Faults = NO_FAULTS, most: int =
     check(space.explore(most), space, most)
 
 
-@pytest.mark.parametrize("programs", [(one_after_another(AB, AB),) * 2, (at_once(ABC),) * 3])
-def test_small_programs_create_their_groups(programs):
+@pytest.mark.parametrize("programs", [(one_after_another(AB, AB),) * 2, (at_once(ABC),) * 3, IN_ANY_ORDER])
+def test_calls_connect_groups_in_any_order(programs):
     explore(programs)
-
-
-def test_calls_connect_groups_in_any_order():
-    explore((at_once(AB, AC), at_once(BC, AB), one_after_another(AC, BC)))
 
 
 def test_different_groups_are_never_connected():

@@ -49,7 +49,6 @@ from tests.support.worlds import World, fresh_world
 
 RANKS, MEMBERS, FAULTS, DEADLINE = 8, 6, 5, WAIT_TIMEOUT
 AXES = (("tp",), ("dp",), ("dp", "tp"))
-DEADLY = (signal.SIGKILL, signal.SIGTERM)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 PAUSE = 0.3, 3 * H  # seconds: the shortest and the longest pause of the store or the ranks
 TIMEOUT = 3 * H + 1.0 + SLACK  # of collectives, which a pause must not exceed
@@ -231,7 +230,7 @@ class Driver(threading.Thread):
     def send(self, victim: int) -> None:
         number = self.chance.choice(SIGNALS)
         self.gone_at[victim] = time.monotonic()
-        (self.dead if number in DEADLY else self.stopped).add(victim)
+        (self.stopped if number == signal.SIGSTOP else self.dead).add(victim)
         os.kill(self.pids[victim], number)
         self.done[number.name] += 1
 

@@ -43,6 +43,7 @@ from tests.support.faults import (
 from tests.support.resource_counts import CAN_COUNT, count_with_keys
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks
 
+KEPT = {"descriptors": 4, "threads": 2}  # of each group of an aborted mesh: see docs/see.md
 RANKS = 4
 ABSENT = (0, 2)
 LATE = (3, 4)
@@ -193,10 +194,6 @@ def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
     mesh.close()
     check_sums(groups_of(other))
     check_sums(groups_of(ProcessGroupMesh(3, name="train")))
-
-
-KEPT = {"descriptors": 4, "threads": 2}
-"""Of each group of an aborted mesh: those of its backend. See docs/see.md."""
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")

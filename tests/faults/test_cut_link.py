@@ -44,7 +44,6 @@ def set_packets(hosts: tuple[str, str], state: str) -> None:
 
 NEAR, FAR = (0, 1, 2), (3, 4, 5)  # the ranks on the host of the store, and those on the other one
 SHORT = H + 2.0  # seconds: the timeout of collectives, and of shrink on the far host
-VICTIM = 1
 
 
 def train(folder: Path) -> None:
@@ -113,7 +112,7 @@ def test_mesh_shrinks_during_a_cut(
             failed = Attempt(*read_result(tmp_path, f"cut {rank}"))
             assert failed.kind == "MembershipError", failed
         wait_for_flags(tmp_path, "stands by", FAR)
-        ranks[VICTIM].kill()
+        ranks[1].kill()
         members, shrunk = read_result(tmp_path, f"restored {NEAR[0]}")
         (came,) = (rank for rank in members if rank in FAR)
         assert members == [0, came, 2], shrunk
