@@ -14,46 +14,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from pgmesh import ProcessGroupMesh
-from pgmesh.parallel import (
-    Composition,
-    ContextParallel,
-    DataParallel,
-    ExpertParallel,
-    PipelineParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    checkpoint,
-    compose,
-    local,
-    mixture,
-    seed_of,
-    seeded_rng,
-)
+from pgmesh import ProcessGroupMesh, parallel
+from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel, TensorParallel, compose
+from pgmesh.parallel.checkpoint import load, save
+from pgmesh.parallel.gradients import local
+from pgmesh.parallel.mixture import grouped_mm
 from tests.gpu.device import DEVICE, placed
+from tests.support import parallel_models
 from tests.support.expert_models import ExpertBlock as Mixture, expert_layer
-from tests.support.parallel_models import (
-    CONTEXT,
-    STEPS,
-    WIDTH,
-    TinyGPT,
-    TrainingRun,
-    assert_same,
-    batch,
-    gradients_of,
-    loss_of,
-    named_weights,
-    optimizer_of,
-    train_parallel,
-    weights_of,
-)
+from tests.support.parallel_models import STEPS, WIDTH, assert_same, gradients_of, loss_of, optimizer_of, weights_of
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import SEQUENCE_PLAN, VOCABULARY_PLAN
 
 TOLERANCE = 1e-10  # 64-bit floats; the order of sums differs, and on a GPU it differs in each run
 
 
-class Model(TinyGPT):
+class Model(parallel_models.TinyGPT):
     """The tiny GPT with its position indices on the device of its input."""
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,13 +41,13 @@ def model_of(block: Callable[[], nn.Module] | None = None) -> nn.Module:
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, target = batch(step)
+    codes, target = parallel_models.batch(step)
     return codes.to(DEVICE), target.to(DEVICE)
 
 
-def alone(model: nn.Module) -> TrainingRun:
+def alone(model: nn.Module) -> parallel_models.TrainingRun:
     """The training of one process, on the same device."""
-    return train_parallel(model, lambda rows: rows, batch=batch_of)
+    return parallel_models.train_parallel(model, lambda rows: rows, batch=batch_of)
 
 
 @contextmanager
@@ -88,9 +64,9 @@ def on_host_sync(mode: str) -> Iterator[None]:
 
 
 def train(
-    together: Composition,
+    together: parallel.Composition,
     model: nn.Module,
-    expected: TrainingRun,
+    expected: parallel_models.TrainingRun,
     *,
     context: ContextParallel | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -107,7 +83,7 @@ def train(
     optimizer = optimizer_of(model.parameters())
     for step in range(STEPS):
         codes, target = (together.share(each) for each in batch_of(step))
-        inputs = {} if context is None else {"positions": context.positions(CONTEXT, DEVICE)}
+        inputs = {} if context is None else {"positions": context.positions(parallel_models.CONTEXT, DEVICE)}
         optimizer.zero_grad()
         with around(), on_host_sync("default" if syncs or step == 0 else "error"):
             if hasattr(model, "step"):
@@ -122,7 +98,7 @@ def train(
         assert_same(f"gradients of step {step}", gradients, expected.gradients[step], TOLERANCE)
         with on_host_sync("default" if step == 0 else "error"):
             optimizer.step()
-    placed("weights", (local(weight) for _, weight in named_weights(model)))
+    placed("weights", (local(weight) for _, weight in parallel_models.named_weights(model)))
     placed("what the optimizer keeps", moments(optimizer))
     assert_same("weights", weights_of(model), expected.weights, TOLERANCE)
 
@@ -173,7 +149,7 @@ def experts(mesh: ProcessGroupMesh) -> None:
     train(with_experts(mesh), model_of(Mixture), alone(model_of(Mixture)), syncs=True)
 
 
-def with_experts(mesh: ProcessGroupMesh) -> Composition:
+def with_experts(mesh: ProcessGroupMesh) -> parallel.Composition:
     moe = mesh.view(edp=-1, ep=min(4, mesh.size()))
     return compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep"))
 
@@ -194,13 +170,13 @@ def one_host_sync(mesh: ProcessGroupMesh) -> None:
 def grouped_experts(mesh: ProcessGroupMesh) -> None:
     """Outputs and gradients of experts in bfloat16 as one grouped matrix product, and one after another."""
     found = []
-    for grouped in (mixture.grouped_mm, None):
+    for grouped in (grouped_mm, None):
         torch.manual_seed(1)
         layer = expert_layer(8, stacked=True).to(DEVICE, torch.bfloat16)
         tokens = torch.randn(32, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         weights, chosen = torch.rand_like(tokens[:, :2]), torch.rand(32, 6, device=DEVICE).argsort(1)[:, :2]
         with_experts(mesh).apply(layer)
-        with mock.patch.object(mixture, "grouped_mm", grouped):
+        with mock.patch("pgmesh.parallel.mixture.grouped_mm", grouped):
             out = layer.mix(tokens, weights, chosen, layer.experts)
         out.float().square().sum().backward()
         found.append([out.detach(), tokens.grad, *(local(weight.grad) for weight in layer.experts.parameters())])
@@ -219,7 +195,7 @@ class Ends(nn.Module):
 def norm_without_weights(mesh: ProcessGroupMesh) -> None:
     """Norm where the second stage has no weights, and where gradients are on the CPU."""
     for device in (DEVICE, torch.device("cpu")):
-        pipeline = PipelineParallel(mesh, "pp", layers="layers", first=["start"], loss=loss_of, microbatches=2)
+        pipeline = parallel.PipelineParallel(mesh, "pp", layers="layers", first=["start"], loss=loss_of, microbatches=2)
         both = compose(mesh, pipeline, unowned=["dp"])
         torch.manual_seed(0)
         model = both.apply(Ends().to(device))
@@ -285,7 +261,7 @@ def seeds(mesh: ProcessGroupMesh) -> None:
     torch.randint(1 << 62, ())  # as an entry draws from the CPU's generator
     right = torch.rand(8, device=DEVICE)
     torch.manual_seed(1)
-    with seeded_rng(seed_of(mesh, "tp", seed=7)):
+    with parallel.seeded_rng(parallel.seed_of(mesh, "tp", seed=7)):
         mine = torch.rand(8, device=DEVICE)
     assert torch.equal(torch.rand(8, device=DEVICE), right), "the entry changed the random numbers outside"
     everyone = [torch.empty_like(mine) for _ in mesh.ranks()]
@@ -303,12 +279,12 @@ def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: st
     optimizer = optimizer_of(model.parameters())
     loss_of(model(both.share(batch_of(0)[0])), both.share(batch_of(0)[1])).backward()
     optimizer.step()
-    checkpoint.save(folder, mesh, model, optimizer)
+    save(folder, mesh, model, optimizer)
     tensor = TensorParallel(other, "tp", plan=VOCABULARY_PLAN)
     cut = compose(other, ShardedDataParallel(other, "dp"), tensor)
     loaded = cut.apply(Model(layers=2, seed=1).to(DEVICE))
     reader = optimizer_of(loaded.parameters())
-    checkpoint.load(folder, other, loaded, reader)
+    load(folder, other, loaded, reader)
     placed("loaded weights", map(local, loaded.parameters()))
     placed("what the loaded optimizer keeps", moments(reader))
     for step in range(1, STEPS):

@@ -15,23 +15,13 @@ from pgmesh.errors import LifetimeError
 from pgmesh.launch import StoreProcess
 from pgmesh.resharding import Resharder
 from pgmesh.resharding.link import Link
-from tests.support.faults import (
-    LONG_TIMEOUT,
-    SLACK,
-    WAIT_TIMEOUT,
-    Attempt,
-    attempt,
-    beat_fast,
-    results,
-    set_flag,
-    wait_for_flag,
-    wait_for_flags,
-)
+from tests.support import faults
+from tests.support.faults import LONG_TIMEOUT, SLACK, attempt, beat_fast, results, set_flag, wait_for_flags
 from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import fresh_world, on_ranks
 
 
-def move_while_aborted(folder: Path, moment: str) -> tuple[Attempt | None, list[float]]:
+def move_while_aborted(folder: Path, moment: str) -> tuple[faults.Attempt | None, list[float]]:
     """Rank 1 aborts the mesh, in place of the creation of the Resharder or of its call. Then all replace it.
 
     Returns:
@@ -120,7 +110,7 @@ def test_resharder_is_created_again_with_new_processes(tmp_path: Path):
 
     def kill() -> None:
         processes.newest[LOST].kill()
-        processes.newest[LOST].join(WAIT_TIMEOUT)
+        processes.newest[LOST].join(faults.WAIT_TIMEOUT)
 
     with RankProcesses(move_until_over, tmp_path) as processes:
         for rank in range(RANKS):
@@ -132,7 +122,7 @@ def test_resharder_is_created_again_with_new_processes(tmp_path: Path):
         kill()
         processes.signal(signal.SIGSTOP, LOST)
         start(LOST, 2)
-        wait_for_flag(tmp_path, "process 2 creates")
+        faults.wait_for_flag(tmp_path, "process 2 creates")
         time.sleep(1)  # it waits for the others
         processes.signal(signal.SIGCONT, LOST)
         kill()

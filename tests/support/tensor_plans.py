@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from pgmesh.parallel import attention_plan, mlp_plan
 
 
-def block_plan(sequence: bool = False) -> dict[str, ParallelStyle]:
+def block_plan(sequence: bool = False) -> dict[str, parallel.ParallelStyle]:
     return {
         **attention_plan("blocks.*", ["qkv"], "out", sequence=sequence),
         **mlp_plan("blocks.*", ["up"], "down", sequence=sequence),
@@ -42,6 +35,6 @@ SEQUENCE_PLAN = {
 EMBEDDED_PLAN = {
     **{name: style for name, style in SEQUENCE_PLAN.items() if name != "blocks.0"},
     "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "places": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)),
+    "places": parallel.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)),
 }
 """Sequences are sharded in the embeddings."""
