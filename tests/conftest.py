@@ -44,7 +44,6 @@ LONGEST = (
     "connect/test_connect",
     "parallel/test_base",
     "parallel/test_comparing",
-    "parallel/test_sharded_passes",
     "docs/test_readme",
 )
 """The slowest files. Files that wait alternate with files that compute; mypy runs next to the first two."""

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
-from pgmesh.resharding import Resharder, connection, link
+from pgmesh.resharding import Placed, Resharder, connection, link
 from tests.support.faults import attempt, results, wait_until
 from tests.support.logs import logged_lines
 from tests.support.resource_counts import count_with_keys
@@ -62,6 +62,32 @@ def test_pipeline_stages_go_to_tensor_parallelism():
         assert moved.received == moved.floor
         for name, whole in wholes.items():
             assert torch.equal(target[name].full_tensor(), factor * whole), name
+
+
+@on_ranks(4)
+def test_memory_and_strides_may_change_between_calls():
+    trainer, rollout, rank = Layout(2), Layout(2, ranks=[2, 3]), dist.get_rank()
+    whole = value("w", 8, 6)
+    forms: list[Callable[[int, int], torch.Tensor]] = [
+        torch.empty,
+        lambda rows, columns: torch.empty(columns, rows).T,
+        lambda rows, columns: torch.empty(rows, columns + 3)[:, 3:],
+        torch.empty,
+    ]
+    state: dict[str, Placed] = {}
+    sync = None
+    for step, form in enumerate(forms):
+        if rank < 2:
+            shard = form(4, 6).copy_(step + whole.chunk(2)[rank])
+            state |= {name: Placed(shard, whole.shape, trainer, [0]) for name in ("rows", "columns")}
+        else:
+            state["rows"] = Placed(form(4, 6), whole.shape, rollout, [0])
+            state["columns"] = Placed(form(8, 3), whole.shape, rollout, [1])
+        sync = sync or Resharder(trainer, rollout, **{"source" if rank < 2 else "target": state})
+        sync()
+        if rank >= 2:
+            assert torch.equal(state["rows"].tensor, step + whole.chunk(2)[rank - 2]), step
+            assert torch.equal(state["columns"].tensor, step + whole.chunk(2, 1)[rank - 2]), step
 
 
 # ---- modules, optimizers, names and dtypes ----
