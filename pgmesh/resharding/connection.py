@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 from pgmesh._util.formatting import call_site
-from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
+from pgmesh.connect.group_rounds import ConnectJudge, GroupRound, following
 from pgmesh.connect.rounds import INSPECTION, Rounds
 from pgmesh.elastic.aborts import abort, aborted_key
 from pgmesh.elastic.state import generation_of
@@ -76,11 +76,12 @@ class Connection:
     def group(self) -> dist.ProcessGroup:
         return self.mesh.group(self.mesh.layout, self.mesh.layout.axes, "", {})
 
-    def meet(self, meeting: Meeting, call: str, client: CallClient, label: str) -> None:
+    def meet(self, meeting: Meeting, call: str, client: CallClient, label: str, **arguments: object) -> None:
         """Wait until all ranks have come to a meeting. All of them get the same result.
 
         Args:
             call: what this rank calls.
+            arguments: those of the call that all ranks give alike.
             client: the store, and the clock with the deadline.
 
         Raises:
@@ -91,7 +92,7 @@ class Connection:
         if meeting.decision is not None:
             meeting.go_on()
         rank = self.mesh.rank
-        meeting.fingerprint = Fingerprint(rank, {"call": call}, label, HINT)
+        meeting.fingerprint = Fingerprint(rank, {"call": call, **arguments}, label, HINT)
         statuses, warn = client.liveness.new_statuses(), functools.partial(log.warning, "%s")
         poll = functools.partial(self.check, label)
         poll()
@@ -124,7 +125,7 @@ class Connection:
             client: the store and the clock, which starts now.
         """
         statuses, run = client.liveness.statuses, client.run
-        others = [rank for rank in self.mesh.layout.ranks() if rank != self.mesh.rank]
+        others = following(self.mesh.layout.ranks(), self.mesh.rank)[: timing.MOST_STATUSES]
         statuses.read(run, others)
         first = {rank: statuses.record(rank).since for rank in others}
         while True:

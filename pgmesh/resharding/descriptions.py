@@ -26,10 +26,10 @@ MOST_LINES = 20
 
 
 class Entry(NamedTuple):
-    """A tensor on one side, as the ranks that hold it describe it; or an argument, with its value as the shape.
+    """A tensor on one side, as the ranks that hold it describe it.
 
     Args:
-        side: "source", "target" or "argument"; "source ties" or "target ties" for two names of one tensor, which are
+        side: "source" or "target"; "source ties" or "target ties" for two names of one tensor, which are
             its shape; "memory" for other tensors of the target that share memory.
         name: its name in the target.
         shape: the global shape; None for the shape of the source.
@@ -73,7 +73,7 @@ def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
 
     Raises:
         MembershipError: this rank is not in the mesh of a ``Placed``, or its mesh or a DTensor is in another world.
-        ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
+        ShapeError: one is ``Partial`` or has no memory, or its local shard has another shape than its placements say.
     """
     return [_entry(link, side, name, tensors[name], shard) for name, shard in locals_of(tensors).items()]
 
@@ -89,6 +89,8 @@ def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Ten
     """The entry of one tensor, whose local shard is ``shard``."""
     sharding = sharding_of(tensor)
     _check(link, name, tensor)
+    if shard.is_meta:
+        raise ShapeError(f"{name} is on the meta device, where a tensor has no values.")
     values = sample(shard) if side == "source" and (sharding is None or not sharding.sharded) else []
     entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype), values=digest(values) if values else 0)
     if sharding is None:
@@ -142,18 +144,21 @@ Tables = Mapping[str, Mapping[str, Mapping[Entry, Sequence[int]]]]
 """By side and name, each entry with the ranks that have it."""
 
 
-def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
+def exchange(link: Link, entries: Sequence[Entry], *, float8: bool) -> Tables:
     """Exchange and compare the descriptions of all ranks.
+
+    Args:
+        float8: values may be rounded to 8-bit floats.
 
     Raises:
         MismatchError: names, shapes or arguments differ. Every rank raises the same.
     """
-    sides = ("source", "target", "argument", "source ties", "target ties", "memory")
+    sides = ("source", "target", "source ties", "target ties", "memory")
     tables: dict[str, dict[str, dict[Entry, list[int]]]] = {side: {} for side in sides}
     for text, ranks in link.gather_texts(json.dumps(entries)).items():
         for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):
             tables[entry.side].setdefault(entry.name, {}).setdefault(entry, []).extend(ranks)
-    if lines := [*_outside(tables, link.sides), *_differences(tables)]:
+    if lines := [*_outside(tables, link.sides), *_differences(tables, float8)]:
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         raise MismatchError(
             "\n  ".join(["the tensors of source and target do not match:", *lines[:MOST_LINES], *more]) + "\n\n"
@@ -177,7 +182,7 @@ def _outside(tables: Tables, sides: Mapping[str, Sequence[int]]) -> Iterator[str
             yield f"{name_ranks(sorted(outside))} passed a {side} outside its mesh, {mesh}: pass None there"
 
 
-def _differences(tables: Tables) -> Iterator[str]:
+def _differences(tables: Tables, float8: bool) -> Iterator[str]:
     """A line for each difference between the ranks' descriptions."""
     for side, table in tables.items():
         for name, entries in table.items():
@@ -209,7 +214,7 @@ def _differences(tables: Tables) -> Iterator[str]:
         elif len(ranks_of) > 1:
             yield f"{name}: {shapes}"
         elif sides == ["source", "target"]:
-            yield from _lost_values(name, tables)
+            yield from _lost_values(name, tables, float8)
 
 
 def _lost_ties(name: str, tables: Tables) -> Iterator[str]:
@@ -221,7 +226,7 @@ def _lost_ties(name: str, tables: Tables) -> Iterator[str]:
         yield f"{name}: one tensor in the target, and two in the source on {name_ranks(sorted(apart))}"
 
 
-def _lost_values(name: str, tables: Tables) -> Iterator[str]:
+def _lost_values(name: str, tables: Tables, float8: bool) -> Iterator[str]:
     """A line if replicas in the source have other values, and for each dtype of the target that cannot have them."""
     replicas = {(entry.box, entry.values): ranks for entry, ranks in tables["source"][name].items() if entry.values}
     for box, count in Counter(box for box, _ in replicas).items():
@@ -230,7 +235,6 @@ def _lost_values(name: str, tables: Tables) -> Iterator[str]:
             part, others = "whole" if box is None else text_of(box), " than on ".join(here[:2])
             yield f"{name}: {part} on each rank of the source that has it, but with other values on {others}"
     held = dtype_of(next(iter(tables["source"][name])).dtype)
-    float8 = all(entry.shape for entry in tables["argument"]["float8"])
     for wanted in {dtype_of(entry.dtype): None for entry in tables["target"][name] if entry.dtype}:
         if not can_cast(held, wanted, float8):
             hint = " without float8=True" if can_cast(held, wanted, float8=True) else ""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import format_seconds, name_ranks
 from pgmesh.elastic.aborts import join_aborts
-from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
+from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, ShapeError, WorldError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.default_world import device_of
 from pgmesh.groups.world import current_world
@@ -88,11 +88,12 @@ class Link:
         if isinstance(mesh, ProcessGroupMesh) and mesh.world.core is not self._world:
             raise MembershipError(f"{mesh!r} and {self.label} are in different worlds, so their ranks never meet.")
 
-    def begin(self, call: str = CREATION) -> None:
+    def begin(self, call: str, **arguments: object) -> None:
         """Begin a call: set its deadline, and wait until all ranks make the same one.
 
         Args:
-            call: what the rank calls. After the creation of a Resharder, its number is ``created``.
+            call: what the rank calls. After ``CREATION`` of a Resharder, its number is ``created``.
+            arguments: those of the call that all ranks give alike.
 
         Raises:
             LifetimeError: the connection has ended. It needs a new Link on all ranks.
@@ -102,8 +103,8 @@ class Link:
         self._call = CallClient(self._world, self.seconds)
         if self._connection.has_ended():
             raise LifetimeError(f"{self._connection.why_ended(self.label)}. Create a new Resharder on all ranks.")
-        self._connection.meet(self._connection.calls, call, self._call, self.label)
-        self._connection.created += call is CREATION
+        self._connection.meet(self._connection.calls, call, self._call, self.label, **arguments)
+        self._connection.created += call == CREATION
 
     @property
     def created(self) -> int:
@@ -125,22 +126,23 @@ class Link:
 
         Raises:
             LifetimeError: another rank has aborted the connection, or it took too long, or the backend failed.
-            MismatchError: as the function raises it, on all ranks. The connection is kept.
+            MismatchError, ShapeError: as the function raises it, on all ranks. The connection is kept.
             MissingRanksError: ranks were lost. The message has the status of each.
             BaseException: what the function raises.
         """
         future: Future[T] = Future()
-        thread = Thread(target=self._run_in_thread, args=(act, future, torch.is_inference_mode_enabled()), daemon=True)
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        thread = Thread(target=self._run_in_thread, args=(act, future, gpu), daemon=True)
         try:
             self._group = self._connection.group
-            self._synchronize()
+            _synchronize(gpu)
             thread.start()
             while not wait([future], max(min(self._left(), POLL_SECONDS), 0.0)).done:
                 self.check()
                 if self._left() <= 0:
                     raise RuntimeError(f"not done in {format_seconds(self.seconds)}")
             return future.result()
-        except MismatchError:
+        except (MismatchError, ShapeError):
             raise
         except BaseException as error:
             self._abort(error, thread)
@@ -151,21 +153,16 @@ class Link:
         finally:
             self._group = None
 
-    def _run_in_thread(self, act: Callable[[], T], future: Future[T], inference: bool) -> None:
+    def _run_in_thread(self, act: Callable[[], T], future: Future[T], gpu: int | None) -> None:
         try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            with torch.inference_mode(inference), torch.no_grad():
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            with torch.inference_mode():  # only there it may write a target that was made in it
                 result = act()
-            self._synchronize()
+            _synchronize(gpu)
             future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
-
-    def _synchronize(self) -> None:
-        """Wait until the device is done: this thread and the other one have streams of their own."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _abort(self, error: BaseException, thread: Thread) -> None:
         """Abort the connection, and wait for the thread."""
@@ -206,6 +203,12 @@ class Link:
     def _bytes(self, data: bytes) -> torch.Tensor:
         """A vector of bytes on the device of the collectives."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+def _synchronize(gpu: int | None) -> None:
+    """Wait until a GPU is done: the thread of a transfer and its caller have streams of their own."""
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)
 
 
 def _describe(side: ProcessGroupMesh | Layout) -> str:

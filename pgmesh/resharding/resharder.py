@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from pgmesh.errors import LifetimeError, MismatchError, PgmeshError, ShapeError,
 from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
+from pgmesh.resharding.connection import CREATION
 from pgmesh.resharding.descriptions import (
     Entry,
     Tables,
@@ -134,12 +135,11 @@ class Resharder:
         self._planned = signatures(tensors)
         entries = [entry for side, named in tensors.items() for entry in describe(link, side, named)]
         entries += describe_memory(tensors)
-        entries += [Entry("argument", "staging_bytes", staging_bytes), Entry("argument", "float8", float8)]
-        link.begin()
+        self._staging = Staging(staging_bytes, link.device)
+        link.begin(CREATION, staging_bytes=staging_bytes, float8=float8)
         self._number = link.created
-        _, self._jobs = link.run(lambda: _plan(link, entries))
-        self._messages = plan_messages(self._jobs, staging_bytes)
-        self._shards, self._staging = Shards(link.device, self._jobs), Staging(staging_bytes, link.device)
+        self._jobs = link.run(lambda: plan_jobs(link, exchange(link, entries, float8=float8)))
+        self._messages, self._shards = plan_messages(self._jobs, staging_bytes), Shards(link.device, self._jobs)
 
     def _tensors(self) -> dict[str, Tensors]:
         """The tensors of each side, by their names in the target."""
@@ -273,27 +273,26 @@ def reshard(
         )
     link, layout = Link(source, target_mesh, timeout), target_mesh.layout
     placed = tuple(parse_placements(layout, placements))
-    entries = [*describe(link, "source", held), Entry("argument", "float8", True)]  # dtype= asks for it
+    entries = describe(link, "source", held)
     if link.rank in layout:
         mesh = layout.shape, layout.ranks()
         entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), mesh, placed))
     link.begin("reshard")
-    tables, jobs = link.run(lambda: _plan(link, entries))
-    wanted = jobs[0].plan.wanted
-    whole = next(iter(tables["source"]["tensor"])).on_meta()
-    device = link.device if tensor is None else locals_of(held)["tensor"].device
-    result = whole.new_empty(shape_of(wanted or ()), dtype=dtype, device=device)
-    messages, shards = plan_messages(jobs, STAGING_BYTES), Shards(link.device, jobs)
-    staging = Staging(STAGING_BYTES, link.device)
-    with shards.holding(locals_of(held), {} if wanted is None else {"tensor": result}):
-        link.run(lambda: move(link, messages, shards, staging))
+
+    def transfer() -> tuple[torch.Tensor, torch.Tensor, Any]:
+        tables = exchange(link, entries, float8=True)  # dtype= asks for it
+        jobs = plan_jobs(link, tables)
+        wanted, whole = jobs[0].plan.wanted, next(iter(tables["source"]["tensor"])).on_meta()
+        device = link.device if tensor is None else locals_of(held)["tensor"].device
+        with torch.inference_mode(False):
+            result = whole.new_empty(shape_of(wanted or ()), dtype=dtype, device=device)
+        messages, shards = plan_messages(jobs, STAGING_BYTES), Shards(link.device, jobs)
+        with shards.holding(locals_of(held), {} if wanted is None else {"tensor": result}):
+            move(link, messages, shards, Staging(STAGING_BYTES, link.device))
+        return result, whole, wanted
+
+    result, whole, wanted = link.run(transfer)
     return None if wanted is None else _dtensor(result, whole, target_mesh, placements)
-
-
-def _plan(link: Link, entries: Sequence[Entry]) -> tuple[Tables, list[Job]]:
-    """The descriptions of all ranks, and the jobs of this rank."""
-    tables = exchange(link, entries)
-    return tables, plan_jobs(link, tables)
 
 
 def plan_jobs(link: Link, tables: Tables) -> list[Job]:

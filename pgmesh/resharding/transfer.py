@@ -156,7 +156,7 @@ def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int],
 
 
 class Staging:
-    """The memory of the buffers of a rank. It is allocated at the first use, and reused as a ring.
+    """The memory of the buffers of a rank, which is used as a ring.
 
     Args:
         size: its size in bytes.
@@ -164,8 +164,7 @@ class Staging:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = max(size, ALIGNMENT), device
-        self._memory: torch.Tensor | None = None
+        self._memory = torch.empty(max(size, ALIGNMENT), dtype=torch.uint8, device=device)
         self._taken: deque[tuple[int, int]] = deque()  # the buffers in use, the oldest one first
         self.most = 0
         """The most bytes that were in use at once, since it was set to 0."""
@@ -175,12 +174,10 @@ class Staging:
         oldest, end = (self._taken[0][0], self._taken[-1][1]) if self._taken else (0, 0)
         start = -(-end // ALIGNMENT) * ALIGNMENT
         is_wrapped = bool(self._taken) and end <= oldest
-        if not is_wrapped and start + size > self._size:
+        if not is_wrapped and start + size > len(self._memory):
             start, is_wrapped = 0, True
         if is_wrapped and start + size > oldest:
             return None
-        if self._memory is None:
-            self._memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
         self._taken.append((start, start + size))
         self.most = max(self.most, sum(stop - start for start, stop in self._taken))
         return self._memory[start : start + size]

@@ -68,7 +68,7 @@ def test_ranks_in_a_transfer_raise_after_an_abort(tmp_path: Path, moment: str):
 def test_transfer_of_an_aborted_mesh_raises():
     mesh = ProcessGroupMesh(dp=2, name="aborted before it moves")
     link = Link(mesh, mesh, LONG_TIMEOUT)
-    link.begin()
+    link.begin("a call")
     mesh.abort("enough")
     with pytest.raises(LifetimeError, match="enough"):
         link.run(link.barrier)

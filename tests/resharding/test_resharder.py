@@ -260,6 +260,15 @@ def test_mismatches_are_listed_before_a_byte_moves():
     assert rank < 2 or target["x"].tolist() == [7.0] * 4
 
 
+@on_ranks(4)
+def test_target_made_in_inference_mode_is_written():
+    """One that is staged, and one with the name of an argument."""
+    with torch.inference_mode():
+        target = {"w": torch.zeros(6, 4).T, "float8": torch.zeros(3)}
+    resharder({"w": torch.ones(4, 6), "float8": torch.ones(3)}, target)()
+    assert dist.get_rank() < 2 or [each.min() for each in target.values()] == [1, 1]
+
+
 def refused(error: type[PgmeshError], source: Any, target: Any, **options: Any) -> str:
     """The error of a Resharder of one rank."""
     with pytest.raises(error) as caught:
