@@ -64,8 +64,9 @@ def _connect(host: str, port: int, seconds: float) -> dist.TCPStore:
     except (OSError, RuntimeError, UnicodeError) as error:
         reason = str(error).partition("\n")[0]
         raise WorldError(
-            f"no store of torch.distributed answers at {host}:{port}: {reason}\n\nIts address is that of the job: "
-            "MASTER_ADDR and MASTER_PORT in the environment of a rank."
+            f"no store of torch.distributed answers at {host}:{port}: {reason}\n\nUnder torchrun its "
+            "address is MASTER_ADDR and MASTER_PORT in the environment of a rank. Otherwise launch.join logs it, at "
+            "level INFO."
         ) from error
 
 
