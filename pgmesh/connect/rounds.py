@@ -167,7 +167,7 @@ class Judge(Generic[R, D]):
         return iter(())
 
     def learn(self, each: R, text: bytes) -> D:
-        """Decode the decision of the current attempt, and delete what is not needed after it."""
+        """Decode the decision of the current attempt."""
         raise NotImplementedError
 
     def takes(self, each: R, decision: D, *, sent_before: bool) -> D | None:

@@ -66,7 +66,7 @@ class Connection:
         self.first, self.calls = (
             Meeting(f"{self.mesh.key}/{kind}", ranks, "group", self.mesh.label) for kind in ("first", "calls")
         )
-        """The first meeting, which is kept in the store, and those of later calls."""
+        """The first meeting, by which a new process of a rank is found, and those of later calls."""
         self.created = 0
         """Resharders that were created on it."""
         self.failure = ""

@@ -246,7 +246,7 @@ class Shards:
 
     Args:
         device: the device on which they are sent.
-        jobs: the jobs. Where this rank wants what it holds, in the same place, nothing is written.
+        jobs: the jobs. Where this rank wants what it holds, in the same place, the source is not cloned.
     """
 
     def __init__(self, device: torch.device, jobs: Sequence[Job]) -> None:
