@@ -209,7 +209,7 @@ def of_versions(line: str, versions: dict[str, str]) -> Answer:
         return run_check(line)
 
 
-def test_check_names_a_rank_with_other_arguments_and_versions():
+def test_check_names_rank_with_other_arguments_and_versions():
     """And those of the other ranks that had arrived, each with its value. The sizes of rank 3 do not even fit."""
     versions = preflight.versions()
     assert {*versions} == {"Python", "pgmesh", "torch"}

@@ -232,7 +232,7 @@ def test_store_is_reachable_or_awaited_or_unreachable():
     assert "MASTER_ADDR" in finding.fix
 
 
-def test_store_port_of_rank_0_is_free_or_taken():
+def test_port_of_rank_0_is_free_or_taken():
     port = free_port()
     place = found(address="127.0.0.1", port=port)
     says = f"port {port} is free on this host, 127.0.0.1; this process, rank 0, listens there after it joins"
