@@ -151,7 +151,7 @@ def exchange(link: Link, entries: Sequence[Entry], *, float8: bool) -> Tables:
         float8: values may be rounded to 8-bit floats.
 
     Raises:
-        MismatchError: names, shapes or arguments differ. Every rank raises the same.
+        MismatchError: names, shapes or values differ. Every rank raises the same.
     """
     sides = ("source", "target", "source ties", "target ties", "memory")
     tables: dict[str, dict[str, dict[Entry, list[int]]]] = {side: {} for side in sides}

@@ -269,8 +269,8 @@ class Shards:
             overwritten = find_overlaps(source, [tensor for name, tensor in target.items() if name in moved])
             self.source.update({name: source[name].clone() for name in overwritten})
             self.overwrites_source = bool(overwritten)
-            shards = (*self.source.values(), *target.values())
-            form = [(each.stride(), each.dtype, each.device) for each in shards]  # a clone may have other strides
+            shards = (*self.source.items(), *target.items())
+            form = [(name, each.stride(), each.dtype, each.device) for name, each in shards]  # of the clones too
             if form != self._form:
                 self._form, self._direct, self._staged, self._held = form, {}, {}, [*self._find_held()]
             yield

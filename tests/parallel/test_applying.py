@@ -21,10 +21,10 @@ from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataPar
 from pgmesh.parallel.composing import INITIALIZE
 from tests.support.expert_models import ExpertBlock
 from tests.support.message_assertions import last_call
-from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, loss_of, weights_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.worlds import on_mesh
 
 
 def wrap_blocks(module: nn.Module) -> nn.Module:

@@ -19,11 +19,10 @@ from pgmesh.parallel import Composition, DataParallel, PipelineParallel, Sharded
 from tests.parallel.random_compositions import methods_of
 from tests.parallel.test_combinations import on, stages, twice
 from tests.support import parallel_models
-from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import STEPS, TinyGPT, assert_same, batch, loss_of, optimizer_of, train_alone
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import on_ranks
+from tests.support.worlds import on_mesh, on_ranks
 
 KINDS = {
     "data": on(dp=4, data="data"),

@@ -18,12 +18,11 @@ from pgmesh.parallel import ContextParallel, DataParallel, ShardedDataParallel, 
 from tests.support.expert_models import ExpertBlock
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import Rows
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, train_alone, weights_of
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN
-from tests.support.worlds import check_sums, groups_of, on_ranks
+from tests.support.worlds import check_sums, groups_of, on_mesh, on_ranks
 
 SHARE = "together.share(batch)   # equal parts; together = compose(...)"
 UNEQUAL = "compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"

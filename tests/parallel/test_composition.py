@@ -25,10 +25,10 @@ from pgmesh.interop import from_device_mesh
 from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel, compose
 from pgmesh.parallel.stage_shapes import device_of_stage
 from tests.support import parallel_models
-from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import Weights
 from tests.support.parallel_models import TinyGPT, assert_same, assert_same_run, batch, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages, needs_pipelines
+from tests.support.worlds import on_mesh
 
 
 def replaced_by_loading(model: nn.Module) -> None:

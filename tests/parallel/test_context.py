@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
 from tests.support import parallel_models
-from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, loss_of, train_alone
-from tests.support.worlds import check_sums, on_ranks
+from tests.support.worlds import check_sums, on_mesh, on_ranks
 
 pytestmark = pytest.mark.long
 

@@ -18,9 +18,8 @@ from pgmesh import MethodError, ProcessGroupMesh, parallel
 from pgmesh.parallel import DataParallel, ExpertParallel, ShardedDataParallel, checkpoint, compose, local, mix, mixture
 from tests.support import parallel_models
 from tests.support.expert_models import EXPERTS, TOP_K, Expert, StackedExperts, expert_layer, expert_model
-from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import WIDTH, assert_same, assert_same_run, gradients_of, train_alone, train_parallel
-from tests.support.worlds import check_sums, groups_of, on_ranks
+from tests.support.worlds import check_sums, groups_of, on_mesh, on_ranks
 
 pytestmark = pytest.mark.long
 

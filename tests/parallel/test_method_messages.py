@@ -28,11 +28,11 @@ from tests.support import golden_files
 from tests.support.expert_models import expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import facts, last_call
-from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import Positions, Rows, Weights
 from tests.support.parallel_models import TinyGPT, assert_same_run, batch, loss_of, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.worlds import on_mesh
 
 NAME = "method-messages.txt"
 PUBLIC = {name: getattr(parallel, name) for name in parallel.__all__}

@@ -14,11 +14,10 @@ from pgmesh import ProcessGroupMesh, parallel
 from pgmesh.parallel import DataParallel, ExpertParallel, ShardedDataParallel, TensorParallel, compose, mix
 from tests.support import parallel_models
 from tests.support.fake_world import fake_rank
-from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
-from tests.support.worlds import check_sums, groups_of, on_ranks
+from tests.support.worlds import check_sums, groups_of, on_mesh, on_ranks
 
 pytestmark = pytest.mark.long
 

@@ -24,12 +24,11 @@ from pgmesh import MethodError, ProcessGroupMesh, parallel
 from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, verify
 from pgmesh.parallel.schedules import SCHEDULES
 from tests.support.expert_models import expert_layer
-from tests.support.on_mesh import on_mesh
 from tests.support.own_methods import AverageLater, Rows
 from tests.support.parallel_models import TOLERANCE, assert_same, optimizer_of, train_parallel, weights_of
 from tests.support.pipelines import needs_pipelines
 from tests.support.programs import clean_env
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_mesh, world
 
 ROOT = Path(__file__).parents[2]
 PAGE = "".join((ROOT / "docs" / f"{page}.md").read_text("utf-8") for page in ("parallel", "methods", "own_methods"))

@@ -20,9 +20,9 @@ from pgmesh import MethodError, OptionsError, ProcessGroupMesh, torch_private
 from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, verify
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import last_call
-from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, batch, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
+from tests.support.worlds import on_mesh
 
 
 def stages_of(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:

@@ -19,10 +19,9 @@ from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataP
 from pgmesh.parallel.running import MAX_SCHEDULES
 from tests.support.expert_models import expert_model
 from tests.support.message_assertions import assert_raises
-from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_mesh, world
 
 pytestmark = needs_pipelines
 

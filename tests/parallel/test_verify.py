@@ -25,11 +25,10 @@ from tests.parallel import random_compositions
 from tests.parallel.random_compositions import Drawn, Losses, backward, methods_of, model_of, with_two_axes_of_rows
 from tests.parallel.test_combinations import COMPOSITIONS
 from tests.support.expert_models import expert_model
-from tests.support.on_mesh import on_mesh
 from tests.support.parallel_models import Adapted, TinyGPT, batch, loss_of, optimizer_of
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
-from tests.support.worlds import on_ranks, world
+from tests.support.worlds import on_mesh, on_ranks, world
 
 WIDTH, HEADS, LENGTH, CLASSES = 8, 4, 8, 5
 

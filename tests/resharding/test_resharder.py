@@ -90,6 +90,23 @@ def test_memory_and_strides_may_change_between_calls():
             assert torch.equal(state["columns"].tensor, step + whole.chunk(2, 1)[rank - 2]), step
 
 
+@on_ranks(4)
+def test_tensors_may_swap_order_and_strides():
+    trainer, rollout, rank = Layout(2), Layout(2, ranks=[2, 3]), dist.get_rank()
+    state: dict[str, Placed] = {}
+    sync = None
+    for names in ("a", "b"), ("b", "a"):
+        state.clear()
+        for name, empty in zip(names, (torch.empty(6, 4).T, torch.empty(4, 6))):
+            held = empty.copy_(value(name, 8, 6).chunk(2)[rank % 2])
+            mesh, part = (trainer, held) if rank < 2 else (rollout, torch.zeros(4, 6))
+            state[name] = Placed(part, (8, 6), mesh, [0])
+        sync = sync or Resharder(trainer, rollout, **{"source" if rank < 2 else "target": state})
+        sync()
+        for name, placed in state.items():
+            assert torch.equal(placed.tensor, value(name, 8, 6).chunk(2)[rank % 2]), (names, name)
+
+
 # ---- modules, optimizers, names and dtypes ----
 
 

@@ -10,6 +10,10 @@
     def test_size():
         assert dist.get_world_size() == 2
 
+    @on_mesh(dp=2, tp=2)
+    def test_axis(mesh):
+        assert mesh.size("dp") == 2
+
 Functions that ranks run are at module level. A test that kills ranks does so in ``fresh_world(n)``.
 """
 
@@ -27,19 +31,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pgmesh import ProcessGroupMesh
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import PRELOAD
 from pgmesh.launch.spawning import FAILURE_GRACE, LocalWorld, Outcome, pack_call, unwrap_results
 from tests.support.programs import send_signal
-
-if TYPE_CHECKING:
-    from pgmesh import ProcessGroupMesh
 
 STARVED = "PGMESH_STARVED" in os.environ  # True if so many processes keep the cores busy on purpose
 DEADLINE = 240.0 if STARVED else 60.0  # seconds
@@ -155,6 +157,23 @@ def on_ranks(n: int, kind: str = "", *, fresh: bool = False) -> Callable[[Callab
 
         run.body = test
         return run
+
+    return decorate
+
+
+def on_mesh(**sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a test on a mesh of these sizes. After the test, each group still sums over exactly its ranks."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(*args: Any) -> None:
+            with ProcessGroupMesh(sizes) as mesh:
+                test(mesh, *args)
+                check_sums(groups_of(mesh))
+
+        signature = inspect.signature(test)
+        run.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+        return on_ranks(math.prod(sizes.values()))(run)
 
     return decorate
 
