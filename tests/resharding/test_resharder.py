@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import re
 import signal
@@ -92,6 +93,7 @@ def test_memory_and_strides_may_change_between_calls():
 
 @on_ranks(4)
 def test_tensors_may_swap_order_and_strides():
+    """Between calls, the Resharder keeps no tensor."""
     trainer, rollout, rank = Layout(2), Layout(2, ranks=[2, 3]), dist.get_rank()
     state: dict[str, Placed] = {}
     sync = None
@@ -105,6 +107,9 @@ def test_tensors_may_swap_order_and_strides():
         sync()
         for name, placed in state.items():
             assert torch.equal(placed.tensor, value(name, 8, 6).chunk(2)[rank % 2]), (names, name)
+            if placed.tensor._base is None:
+                there = [each.data_ptr() for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+                assert there.count(placed.tensor.data_ptr()) == 1, "it is kept between calls"
 
 
 # ---- modules, optimizers, names and dtypes ----
