@@ -1,9 +1,8 @@
-"""The descriptions of tensors, which all ranks exchange as JSON and compare before a byte moves."""
+"""The descriptions of tensors, which all ranks exchange and compare before a byte moves."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,8 +31,8 @@ class Entry(NamedTuple):
         side: "source" or "target"; "source ties" or "target ties" for two names of one tensor, which are
             its shape; "memory" for other tensors of the target that share memory.
         name: its name in the target.
-        shape: the global shape; None for the shape of the source.
-        dtype: the dtype, such as "torch.float32"; None for that of the source.
+        shape: the global shape.
+        dtype: the dtype; None for an entry that is no tensor.
         mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
         placements: the placement on each axis; None if the tensor is replicated along it.
         values: digest of samples of a tensor of the source that is whole or a box; 0 for all others.
@@ -43,7 +42,7 @@ class Entry(NamedTuple):
     side: str
     name: str
     shape: Any
-    dtype: str | None = None
+    dtype: Any = None
     mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     placements: tuple[Sharded | None, ...] = ()
     values: int = 0
@@ -53,19 +52,14 @@ class Entry(NamedTuple):
         """The dtype and the placements in messages."""
         placements = ", ".join("Replicate()" if each is None else f"Shard({each[0]})" for each in self.placements)
         part = f"[{placements}]" if self.box is None else text_of(self.box)
-        return f"as {part}, {self.dtype or 'in the dtype of the source'},"
-
-    def on_meta(self) -> torch.Tensor:
-        """A tensor of this global shape and dtype on the meta device."""
-        return torch.empty(self.shape, dtype=dtype_of(self.dtype), device="meta")
+        return f"as {part}, {self.dtype},"
 
     def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
         """The layout of the tensor and its placements there, if these ranks name it; of a box, only these ranks."""
         if self.box is not None:
             return Layout(len(ranks), ranks=ranks), Box(self.box)
         sizes, ranks = self.mesh or ((len(ranks),), ranks)
-        placements = tuple(each and Sharded(*each) for each in self.placements)  # JSON makes lists of them
-        return Layout(dict(enumerate(sizes)), ranks=ranks), placements or None
+        return Layout(dict(enumerate(sizes)), ranks=ranks), self.placements or None
 
 
 def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
@@ -78,8 +72,8 @@ def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
     return [_entry(link, side, name, tensors[name], shard) for name, shard in locals_of(tensors).items()]
 
 
-def sharding_of(tensor: AnyTensor) -> Sharding | None:
-    """The sharding of a DTensor or a ``Placed``; None for a plain tensor."""
+def sharding_of(tensor: AnyTensor | None) -> Sharding | None:
+    """The sharding of a DTensor or a ``Placed``; None for another tensor, or none."""
     if isinstance(tensor, DTensor):
         return Sharding.of(tensor)
     return tensor.sharding if isinstance(tensor, Placed) else None
@@ -92,7 +86,7 @@ def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Ten
     if shard.is_meta:
         raise ShapeError(f"{name} is on the meta device, where a tensor has no values.")
     values = sample(shard) if side == "source" and (sharding is None or not sharding.sharded) else []
-    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype), values=digest(values) if values else 0)
+    entry = Entry(side, name, tuple(tensor.shape), tensor.dtype, values=digest(values) if values else 0)
     if sharding is None:
         return entry
     layout, box = sharding.layout, sharding.box and sharding.box.region
@@ -132,12 +126,6 @@ def describe_memory(tensors: Mapping[str, Tensors]) -> Iterator[Entry]:
             yield from (Entry("memory", names, ()) for names in find_shared_memory(apart))
 
 
-def dtype_of(name: str | None) -> torch.dtype:
-    """The dtype of a name such as "torch.float32"."""
-    dtype: torch.dtype = getattr(torch, str(name).removeprefix("torch."))
-    return dtype
-
-
 # -- the exchange of descriptions ----------------------------------------------------------------------------------
 
 Tables = Mapping[str, Mapping[str, Mapping[Entry, Sequence[int]]]]
@@ -155,8 +143,8 @@ def exchange(link: Link, entries: Sequence[Entry], *, float8: bool) -> Tables:
     """
     sides = ("source", "target", "source ties", "target ties", "memory")
     tables: dict[str, dict[str, dict[Entry, list[int]]]] = {side: {} for side in sides}
-    for text, ranks in link.gather_texts(json.dumps(entries)).items():
-        for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):
+    for found, ranks in link.gather(tuple(entries)).items():
+        for entry in found:
             tables[entry.side].setdefault(entry.name, {}).setdefault(entry, []).extend(ranks)
     if lines := [*_outside(tables, link.sides), *_differences(tables, float8)]:
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
@@ -166,11 +154,6 @@ def exchange(link: Link, entries: Sequence[Entry], *, float8: bool) -> Tables:
             "Shards have to be DTensors or Placed."
         )
     return tables
-
-
-def _frozen(value: Any) -> Any:
-    """A value of JSON with tuples in place of lists."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _outside(tables: Tables, sides: Mapping[str, Sequence[int]]) -> Iterator[str]:
@@ -234,8 +217,8 @@ def _lost_values(name: str, tables: Tables, float8: bool) -> Iterator[str]:
             here = [name_ranks(sorted(ranks)) for (each, _), ranks in replicas.items() if each == box]
             part, others = "whole" if box is None else text_of(box), " than on ".join(here[:2])
             yield f"{name}: {part} on each rank of the source that has it, but with other values on {others}"
-    held = dtype_of(next(iter(tables["source"][name])).dtype)
-    for wanted in {dtype_of(entry.dtype): None for entry in tables["target"][name] if entry.dtype}:
+    held = next(iter(tables["source"][name])).dtype
+    for wanted in {entry.dtype: None for entry in tables["target"][name]}:
         if not can_cast(held, wanted, float8):
             hint = " without float8=True" if can_cast(held, wanted, float8=True) else ""
             yield f"{name}: values of {held} in the source do not fit into {wanted} in the target{hint}"
@@ -254,10 +237,9 @@ def can_cast(held: torch.dtype, wanted: torch.dtype, float8: bool) -> bool:
 
 
 def _ranks_by_shape(descriptions: Iterable[Mapping[Entry, Sequence[int]]]) -> dict[Any, list[int]]:
-    """The ranks that describe each shape of one tensor. Ranks that take over the shape of the source do not count."""
+    """The ranks that describe each shape of one tensor."""
     found: dict[Any, list[int]] = {}
     for entries in descriptions:
         for entry, ranks in entries.items():
-            if entry.shape is not None:
-                found.setdefault(entry.shape, []).extend(ranks)
+            found.setdefault(entry.shape, []).extend(ranks)
     return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from threading import Thread
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -28,14 +28,8 @@ from pgmesh.resharding.plan import layout_of
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.5
-"""The interval at which a rank that communicates looks whether another one has aborted the connection."""
-
-JOIN_SECONDS = 2.0
-"""The longest wait for operations to end after their connections were shut down.
-
-Gloo does not end each of them. Without a connection, those that hang do not write into their tensors.
-"""
+MARGIN = 0.001
+"""Torch cuts off fractions of this, and waits without end if nothing is left. In seconds."""
 
 
 class Link:
@@ -111,10 +105,6 @@ class Link:
         """The number of Resharders that were created on this connection, the same on all ranks."""
         return self._connection.created
 
-    def check(self) -> None:
-        """Raise LifetimeError if the connection was aborted, here or on another rank."""
-        self._connection.check(self.label)
-
     def _left(self) -> float:
         """Seconds until the deadline."""
         return self.seconds - self._call.now()
@@ -122,7 +112,7 @@ class Link:
     # -- communicating ----------------------------------------------------------------------------------------------
 
     def run(self, act: Callable[[], T]) -> T:
-        """The result of a function that communicates. It runs in a thread, so that Ctrl-C and the deadline end it.
+        """The result of a function that communicates, until the deadline.
 
         Raises:
             LifetimeError: another rank has aborted the connection, or it took too long, or the backend failed.
@@ -130,22 +120,15 @@ class Link:
             MissingRanksError: ranks were lost. The message has the status of each.
             BaseException: what the function raises.
         """
-        future: Future[T] = Future()
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        thread = Thread(target=self._run_in_thread, args=(act, future, gpu), daemon=True)
         try:
             self._group = self._connection.group
-            _synchronize(gpu)
-            thread.start()
-            while not wait([future], max(min(self._left(), POLL_SECONDS), 0.0)).done:
-                self.check()
-                if self._left() <= 0:
-                    raise RuntimeError(f"not done in {format_seconds(self.seconds)}")
-            return future.result()
+            with torch.inference_mode():  # only there it may write a target that was made in it
+                return act()
         except (MismatchError, ShapeError):
             raise
         except BaseException as error:
-            self._abort(error, thread)
+            self._connection.failure = self._reason(error)
+            self._connection.has_ended()
             if isinstance(error, (PgmeshError, RuntimeError)):
                 traceback.clear_frames(error.__traceback__)  # they keep operations alive, and so their group
                 raise self._connection.explain(error, CallClient(self._world, 0.0), self.label) from None
@@ -153,44 +136,36 @@ class Link:
         finally:
             self._group = None
 
-    def _run_in_thread(self, act: Callable[[], T], future: Future[T], gpu: int | None) -> None:
-        try:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)
-            with torch.inference_mode():  # only there it may write a target that was made in it
-                result = act()
-            _synchronize(gpu)
-            future.set_result(result)
-        except BaseException as error:
-            future.set_exception(error)
+    def _reason(self, error: BaseException) -> str:
+        """Why this rank aborts the connection."""
+        if self._left() <= 0:
+            return f"not done in {format_seconds(self.seconds)}"
+        return f"{error}" if type(error) is RuntimeError else error_text(error)
 
-    def _abort(self, error: BaseException, thread: Thread) -> None:
-        """Abort the connection, and wait for the thread."""
-        self._connection.failure = f"{error}" if type(error) is RuntimeError else error_text(error)
-        self._connection.has_ended()
-        if thread.ident:  # it was started
-            thread.join(JOIN_SECONDS)
+    def wait(self, work: Any) -> None:
+        """Wait for an operation, until the deadline."""
+        work.wait(timedelta(seconds=max(self._left(), 0.0) + MARGIN))
 
     def barrier(self) -> None:
         """Wait until all ranks have come to this."""
-        dist.barrier(self._group)
+        self.wait(dist.barrier(self._group, async_op=True))
 
-    def gather_texts(self, text: str) -> dict[str, list[int]]:
-        """The texts of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
-        data, group, ranks = text.encode(), self._group, self._connection.mesh.layout.ranks()
+    def gather(self, value: Any) -> dict[Any, list[int]]:
+        """The values of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
+        data, group, ranks = pickle.dumps(value), self._group, self._connection.mesh.layout.ranks()
         digest = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
         rows = self._bytes(digest).repeat(len(ranks), 1)
-        dist.all_gather([*rows], rows[0].clone(), group=group)
+        self.wait(dist.all_gather([*rows], rows[0].clone(), group=group, async_op=True))
         ranks_of: dict[bytes, list[int]] = {}
         for rank, row in zip(ranks, rows.tolist()):
             ranks_of.setdefault(bytes(row), []).append(rank)
-        texts = {}
+        values: dict[Any, list[int]] = {}
         for other, having in ranks_of.items():
             size = int.from_bytes(other[-8:], "big")
-            values = self._bytes(data if other == digest else bytes(size))
-            dist.broadcast(values, having[0], group=group)
-            texts[bytes(values.tolist()).decode()] = having
-        return texts
+            received = self._bytes(data if other == digest else bytes(size))
+            self.wait(dist.broadcast(received, having[0], group=group, async_op=True))
+            values.setdefault(pickle.loads(bytes(received.tolist())), []).extend(having)
+        return values
 
     def send(self, peer: int, values: torch.Tensor) -> Any:
         """Start to send a contiguous vector; return torch's work."""
@@ -203,12 +178,6 @@ class Link:
     def _bytes(self, data: bytes) -> torch.Tensor:
         """A vector of bytes on the device of the collectives."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-
-
-def _synchronize(gpu: int | None) -> None:
-    """Wait until a GPU is done: the thread of a transfer and its caller have streams of their own."""
-    if gpu is not None:
-        torch.cuda.synchronize(gpu)
 
 
 def _describe(side: ProcessGroupMesh | Layout) -> str:

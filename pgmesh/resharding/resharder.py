@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from pgmesh.errors import LifetimeError, MismatchError, PgmeshError, ShapeError, WorldError
+from pgmesh._util.formatting import name_ranks
+from pgmesh.errors import MismatchError, PgmeshError, ShapeError, WorldError
 from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.connection import CREATION
-from pgmesh.resharding.descriptions import (
-    Entry,
-    Tables,
-    describe,
-    describe_memory,
-    dtype_of,
-    exchange,
-    sharding_of,
-)
+from pgmesh.resharding.descriptions import Tables, describe, describe_memory, exchange, sharding_of
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.placed import do_overlap
+from pgmesh.resharding.placed import Placed, do_overlap
 from pgmesh.resharding.plan import ReshardPlan
-from pgmesh.resharding.sharding import Placements, by_axis, parse_placements, shape_of
+from pgmesh.resharding.sharding import Placements, Sharding, by_axis, shape_of
 from pgmesh.resharding.states import (
     AnyTensor,
     Rename,
@@ -42,7 +32,7 @@ from pgmesh.resharding.states import (
     signatures,
     tensors_of,
 )
-from pgmesh.resharding.transfer import Job, Shards, Staging, move, plan_messages
+from pgmesh.resharding.transfer import Job, Shards, Staging, clone_overwritten, move, plan_messages
 from pgmesh.topology.host_mapping import this_host
 
 STAGING_BYTES = 16 << 20
@@ -51,9 +41,6 @@ STAGING_BYTES = 16 << 20
 REMEDY = "Create a new Resharder on all ranks, and call it: when it succeeds, the target is whole."
 
 _LOST = "Its memory was that of the source, so load the source again. "
-
-_refusals: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""By torn module, its hook that refuses to run it. A later Resharder of the module that succeeds removes it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +115,8 @@ class Resharder:
         timeout: Timeout = CONNECT_TIMEOUT,
     ) -> None:
         self._source, self._target, self._rename = source, target, rename
-        self._torn = False
+        self.torn = False
+        """True if a call failed while it wrote: some tensors of the target are new, others old."""
         check_that_writes_last(target)
         self._link = link = Link(source_mesh, target_mesh, timeout)
         tensors = self._tensors()
@@ -139,7 +127,7 @@ class Resharder:
         link.begin(CREATION, staging_bytes=staging_bytes, float8=float8)
         self._number = link.created
         self._jobs = link.run(lambda: plan_jobs(link, exchange(link, entries, float8=float8)))
-        self._messages, self._shards = plan_messages(self._jobs, staging_bytes), Shards(link.device, self._jobs)
+        self._messages = plan_messages(self._jobs, staging_bytes)
 
     def _tensors(self) -> dict[str, Tensors]:
         """The tensors of each side, by their names in the target."""
@@ -156,15 +144,21 @@ class Resharder:
         """
         began, self._staging.most = time.monotonic(), 0
         tensors = self._tensors()
-        if signatures(tensors) == self._planned:
-            # It clones, so it comes first: a rank that has no memory for that does not keep the others waiting.
-            with self._shards.holding(*map(locals_of, tensors.values())):
-                self._link.begin(f"Resharder {self._number}")
-                with self._recording_damage():
-                    self._link.run(self._move)
-        else:
+        if signatures(tensors) != self._planned:
             self._link.begin(f"Resharder {self._number}, with other tensors than planned")
             raise MismatchError("All ranks have other tensors than planned. Nothing was moved. Create a new Resharder.")
+        source, target = map(locals_of, tensors.values())
+        clones = clone_overwritten(self._jobs, source, target)  # if memory ends here, nothing is torn
+        self._link.begin(f"Resharder {self._number}")
+        try:
+            self._link.run(lambda: self._move({**source, **clones}, target))
+        except BaseException as error:
+            self.torn = bool(target)
+            if not target or not isinstance(error, PgmeshError):
+                raise
+            lost = _LOST if clones else ""
+            raise type(error)(f"{error}\n\nThe target of this rank is torn. {lost}{REMEDY}") from error.__cause__
+        self.torn = False
         plans = [job.plan for job in self._jobs]
         return Moved(
             sent=sum(plan.sent * plan.itemsize for plan in plans),
@@ -174,56 +168,10 @@ class Resharder:
             seconds=time.monotonic() - began,
         )
 
-    def _move(self) -> None:
+    def _move(self, source: Shards, target: Shards) -> None:
         """Move all tensors. The target is whole if all ranks are done."""
-        move(self._link, self._messages, self._shards, self._staging)
+        move(self._link, self._jobs, self._messages, source, target, self._staging)
         self._link.barrier()
-
-    # -- a torn target -------------------------------------------------------------------------------------------
-
-    @property
-    def torn(self) -> bool:
-        """True if a call failed while it wrote: some tensors of the target are new, others old."""
-        return self._torn
-
-    @property
-    def target(self) -> State:
-        """The target of this rank.
-
-        Raises:
-            LifetimeError: it is torn.
-        """
-        if self._torn:
-            _refuse()
-        return self._target
-
-    @contextlib.contextmanager
-    def _recording_damage(self) -> Iterator[None]:
-        """Record that the target is torn if the block fails, or whole if it succeeds."""
-        try:
-            yield
-        except BaseException as error:
-            if not self._shards.target:
-                raise
-            self._set_torn(True)
-            if not isinstance(error, PgmeshError):
-                raise
-            lost = _LOST if self._shards.overwrites_source else ""
-            raise type(error)(f"{error}\n\nThe target of this rank is torn. {lost}{REMEDY}") from error.__cause__
-        self._set_torn(False)
-
-    def _set_torn(self, torn: bool) -> None:
-        """Set the state of the target. While it is torn, a module refuses to run."""
-        self._torn = torn
-        if isinstance(self._target, nn.Module):
-            if refusal := _refusals.pop(self._target, None):
-                refusal.remove()
-            if torn:
-                _refusals[self._target] = self._target.register_forward_pre_hook(_refuse)
-
-
-def _refuse(*_: object) -> None:
-    raise LifetimeError(f"the target is torn: some tensors are new and others old. {REMEDY}")
 
 
 def reshard(
@@ -248,7 +196,7 @@ def reshard(
         source: the mesh, slice or Layout whose ranks hold the tensor. Not needed where ``tensor`` is a DTensor or
             ``Placed``, unless those of the ranks are on several meshes, such as slices: they would wait for each other.
         dtype: dtype of the result. Default: that of the tensor.
-        timeout: timeout of the call, a timedelta or a number of seconds.
+        timeout: timeout of each of its three meetings, a timedelta or a number of seconds.
 
     Raises:
         MembershipError: this rank is in neither mesh.
@@ -262,9 +210,7 @@ def reshard(
             f"reshard returns a DTensor, and world {target_mesh.world.name!r} has none.\n\n"
             "  Resharder(source_mesh, target_mesh, source=..., target={'weight': Placed(...)})()"
         )
-    held = {} if tensor is None else {"tensor": tensor}
-    sharding = None if tensor is None else sharding_of(tensor)
-    if source is None and sharding is not None:
+    if source is None and (sharding := sharding_of(tensor)):
         source = sharding.layout
     if source is None:
         raise ShapeError(
@@ -272,27 +218,23 @@ def reshard(
             "  reshard(None, target, placements, source=mesh)   # a mesh, a slice of one or a Layout"
         )
     link, layout = Link(source, target_mesh, timeout), target_mesh.layout
-    placed = tuple(parse_placements(layout, placements))
-    entries = describe(link, "source", held)
-    if link.rank in layout:
-        mesh = layout.shape, layout.ranks()
-        entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), mesh, placed))
     link.begin("reshard")
-
-    def transfer() -> tuple[torch.Tensor, torch.Tensor, Any]:
-        tables = exchange(link, entries, float8=True)  # dtype= asks for it
-        jobs = plan_jobs(link, tables)
-        wanted, whole = jobs[0].plan.wanted, next(iter(tables["source"]["tensor"])).on_meta()
+    mine = None if tensor is None else (tuple(tensor.shape), dtype or tensor.dtype)
+    forms = link.run(lambda: link.gather(mine))
+    forms.pop(None, None)
+    if len(forms) != 1:
+        texts = [f"{shape} and {dtype} on {name_ranks(sorted(ranks))}" for (shape, dtype), ranks in forms.items()]
+        raise MismatchError(f"the ranks' tensors differ: {', '.join(texts) or 'no rank has passed one'}.")
+    ((shape, dtype),) = forms
+    sharding = Sharding(shape, layout, placements)
+    held = {} if tensor is None else {"tensor": tensor}
+    wanted: dict[str, AnyTensor] = {}
+    if link.rank in layout:
         device = link.device if tensor is None else locals_of(held)["tensor"].device
-        with torch.inference_mode(False):
-            result = whole.new_empty(shape_of(wanted or ()), dtype=dtype, device=device)
-        messages, shards = plan_messages(jobs, STAGING_BYTES), Shards(link.device, jobs)
-        with shards.holding(locals_of(held), {} if wanted is None else {"tensor": result}):
-            move(link, messages, shards, Staging(STAGING_BYTES, link.device))
-        return result, whole, wanted
-
-    result, whole, wanted = link.run(transfer)
-    return None if wanted is None else _dtensor(result, whole, target_mesh, placements)
+        result = torch.empty(shape_of(sharding.region_of(link.rank)), dtype=dtype, device=device)
+        wanted["tensor"] = Placed(result, shape, target_mesh, placements)
+    Resharder(source, target_mesh, source=held, target=wanted, float8=True, timeout=timeout)()
+    return _dtensor(result, shape, target_mesh, placements) if wanted else None
 
 
 def plan_jobs(link: Link, tables: Tables) -> list[Job]:
@@ -300,7 +242,7 @@ def plan_jobs(link: Link, tables: Tables) -> list[Job]:
 
     A name on several device meshes of the source is one tensor that is tied: the first of them serves.
     """
-    hosts = [*link.gather_texts(this_host().identity).values()]
+    hosts = [*link.gather(this_host().identity).values()]
     plan_of: dict[Any, ReshardPlan] = {}  # by arguments: tensors with the same ones have one plan
     planned: list[tuple[str, torch.dtype, ReshardPlan]] = []
     for name, entries in sorted(tables["target"].items()):
@@ -309,7 +251,7 @@ def plan_jobs(link: Link, tables: Tables) -> list[Job]:
         for (held, holders), (wanted, takers) in itertools.product([first, *more], entries.items()):
             if held.box is not None and wanted.box is not None and not do_overlap(held.box, wanted.box):
                 continue
-            dtype = min(dtype_of(held.dtype), dtype_of(wanted.dtype or held.dtype), key=lambda each: each.itemsize)
+            dtype = min(held.dtype, wanted.dtype, key=lambda each: each.itemsize)
             arguments = held.shape, *held.on(holders), *wanted.on(takers)
             key = arguments, dtype.itemsize
             if key not in plan_of:
@@ -319,12 +261,13 @@ def plan_jobs(link: Link, tables: Tables) -> list[Job]:
     return sorted((Job(name, dtype, mine[plan]) for name, dtype, plan in planned), key=lambda job: str(job.dtype))
 
 
-def _dtensor(shard: torch.Tensor, whole: torch.Tensor, mesh: ProcessGroupMesh, placements: Placements) -> DTensor:
-    """The DTensor of a local shard. ``whole`` is on the meta device."""
+def _dtensor(shard: torch.Tensor, shape: Sequence[int], mesh: ProcessGroupMesh, placements: Placements) -> DTensor:
+    """The DTensor of a local shard of a tensor of this shape."""
     found = [
         Replicate() if each is None else each if isinstance(each, Placement) else Shard(int(each))
         for each in by_axis(mesh.layout, placements)
     ]
+    whole = torch.empty(shape, device="meta")
     return DTensor.from_local(
         shard, mesh.device_mesh(), found, run_check=False, shape=whole.shape, stride=whole.stride()
     )

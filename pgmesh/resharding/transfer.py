@@ -7,19 +7,17 @@ for the next. So the first of all messages that have not ended has always been s
 Elements that are consecutive in the memory of a shard are sent from there and received there. The rest is staged:
 packed into a buffer, or received in one and unpacked. ``Staging`` is the memory of all buffers.
 
-Where elements are in the shards is found in the first call, and again if strides change: in a model of 256 MB, finding
-and indexing would take as long as copying.
+Where elements are in the shards is computed once: in a model of 256 MB, this would take as long as copying.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
+import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +39,14 @@ ALIGNMENT = 16
 """Buffers begin at multiples of the largest element, in bytes."""
 
 
-class Side(Enum):
-    """The two sides of a transfer."""
+Slices = tuple[slice, ...]
+"""A box of a tensor, as it is indexed by."""
 
-    SOURCE = "source"
-    TARGET = "target"
+Shards = Mapping[str, torch.Tensor]
+"""The local shards of one side, by their names in the target."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Elements to write or read, and the same ones elsewhere."""
 
 
 class Job(NamedTuple):
@@ -61,30 +62,30 @@ class Job(NamedTuple):
     dtype: torch.dtype
     plan: RankPlan
 
-    def region(self, side: Side) -> Region:
-        """The region of the shard of a side; only for a rank that has one."""
-        return (self.plan.held if side is Side.SOURCE else self.plan.wanted) or ()
+    def copies(self) -> Iterator[tuple[Slices, Slices]]:
+        """What this rank holds already: each box in its shard of the source, and in that of the target."""
+        held, wanted, copied = self.plan.held or (), self.plan.wanted or (), self.plan.copied
+        return zip(boxes(held, copied), boxes(wanted, copied)) if copied is not None else iter(())
 
 
-class Elements(NamedTuple):
-    """Some elements of a tensor: their shape and strides, and the place of the first one."""
+class Piece(NamedTuple):
+    """A box of a tensor in a message.
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    place: int
+    Args:
+        name: name of the tensor.
+        box: the box in the shard.
+        start: the place in the message of the first element of a block.
+        stop: that after its last one.
+        shape: the shape of the block.
+        place: the box in the block.
+    """
 
-    @classmethod
-    def of(cls, view: torch.Tensor, tensor: torch.Tensor) -> Elements:
-        """Those of a view of a tensor."""
-        return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - tensor.storage_offset()))
-
-    def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of a tensor."""
-        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.place)
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Elements to write or read, and the same ones elsewhere."""
+    name: str
+    box: Slices
+    start: int
+    stop: int
+    shape: Sequence[int]
+    place: Slices
 
 
 @dataclass(eq=False)
@@ -93,7 +94,7 @@ class Message:
 
     Args:
         order: its place in the order of all messages: the one of its first part.
-        side: SOURCE if this rank sends it.
+        is_sent: True if this rank sends it.
         peer: the other rank.
         dtype: the dtype of its parts.
         parts: parts of tensors, one after the other.
@@ -101,7 +102,7 @@ class Message:
     """
 
     order: tuple[int, ...]
-    side: Side
+    is_sent: bool
     peer: int
     dtype: torch.dtype
     parts: list[tuple[Job, Transfer]] = field(default_factory=list)
@@ -112,13 +113,45 @@ class Message:
         self.parts.append((job, part))
         self.size += part.size * job.plan.itemsize
 
-    def only_box(self) -> tuple[slice, ...] | None:
+    @functools.cached_property
+    def only_box(self) -> Slices | None:
         """The box of its region in the shard, if it is a part of one tensor, in one box."""
         (job, part), *others = self.parts
         if others or part.size == 1:  # a single element may have any stride
             return None
-        first, *more = itertools.islice(boxes(job.region(self.side), part.region), 2)
+        first, *more = itertools.islice(boxes(self._region(job), part.region), 2)
         return None if more else first
+
+    @functools.cached_property
+    def pieces(self) -> list[Piece]:
+        """The boxes of its elements."""
+        found, stop = list[Piece](), 0
+        for job, part in self.parts:
+            for block in blocks(part.region, part.start, part.stop):
+                start, stop = stop, stop + size_of(block)
+                for box, place in zip(boxes(self._region(job), block), boxes(block, block)):
+                    found.append(Piece(job.name, box, start, stop, shape_of(block), place))
+        return found
+
+    def _region(self, job: Job) -> Region:
+        """The region of this rank's shard."""
+        return (job.plan.held if self.is_sent else job.plan.wanted) or ()
+
+    def direct(self, shards: Shards, device: torch.device) -> torch.Tensor | None:
+        """Its elements in the memory of a shard; None if they have to be staged."""
+        if self.only_box is None:
+            return None
+        job, part = self.parts[0]
+        elements = shards[job.name][self.only_box]
+        is_direct = elements.dtype == self.dtype and elements.device == device and elements.is_contiguous()
+        return elements.view(-1)[part.start : part.stop] if is_direct else None
+
+    def staged(self, shards: Shards, buffer: torch.Tensor) -> list[Pair]:
+        """Its elements in shards, each time with their place in a buffer."""
+        return [
+            (shards[name][box], buffer[start:stop].view(shape)[place])
+            for name, box, start, stop, shape, place in self.pieces
+        ]
 
 
 def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
@@ -130,12 +163,12 @@ def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
     """
     most = max(staging_bytes // MESSAGES, ALIGNMENT)
     messages: list[Message] = []
-    growing: dict[tuple[Side, int, torch.dtype], Message] = {}  # with small parts, and room for more
-    for numbers, (job, side, part) in _parts_of(jobs, most):
-        size, key = part.size * job.plan.itemsize, (side, part.peer, job.dtype)
+    growing: dict[tuple[bool, int, torch.dtype], Message] = {}  # with small parts, and room for more
+    for numbers, (job, is_sent, part) in _parts_of(jobs, most):
+        size, key = part.size * job.plan.itemsize, (is_sent, part.peer, job.dtype)
         message = growing.get(key)
         if message is None or size >= SMALL or message.size + size > most:
-            ends = (job.plan.rank, part.peer) if side is Side.SOURCE else (part.peer, job.plan.rank)
+            ends = (job.plan.rank, part.peer) if is_sent else (part.peer, job.plan.rank)
             message = Message((*numbers, *ends, part.start), *key)
             messages.append(message)
             if size < SMALL:
@@ -144,15 +177,15 @@ def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
     return sorted(messages, key=lambda each: each.order)
 
 
-def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int], tuple[Job, Side, Transfer]]]:
+def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int], tuple[Job, bool, Transfer]]]:
     """The transfers of jobs in parts of at most so many bytes. Before each, the numbers of its job and of the part."""
     for number, job in enumerate(jobs):
         step = most // job.plan.itemsize
-        for side, transfers in zip(Side, (job.plan.sends, job.plan.receives)):
+        for is_sent, transfers in ((True, job.plan.sends), (False, job.plan.receives)):
             for each in transfers:
                 for i, start in enumerate(range(each.start, each.stop, step)):
                     part = each._replace(start=start, stop=min(start + step, each.stop))
-                    yield (number, i), (job, side, part)
+                    yield (number, i), (job, is_sent, part)
 
 
 class Staging:
@@ -201,21 +234,24 @@ class Started(NamedTuple):
     unpacked: Sequence[Pair]
 
 
-def move(link: Link, messages: Sequence[Message], shards: Shards, staging: Staging) -> None:
+def move(
+    link: Link, jobs: Sequence[Job], messages: Sequence[Message], source: Shards, target: Shards, staging: Staging
+) -> None:
     """Move the values of all jobs.
 
     Args:
         link: the connection of the ranks, which all call it.
-        messages: what ``plan_messages`` makes of the jobs.
-        shards: the local shards. Those of the target are written in place.
+        jobs: the jobs.
+        messages: what ``plan_messages`` makes of them.
+        source: the local shards of the source.
+        target: those of the target, which are written in place.
         staging: the memory of buffers.
     """
     started: deque[Started] = deque()
 
     def finish_oldest() -> None:
         oldest = started.popleft()
-        oldest.work.wait()
-        link.check()  # after a failure, a thread that comes late does not write
+        link.wait(oldest.work)
         for elements, place in oldest.unpacked:
             elements.copy_(place)
         if oldest.is_staged:
@@ -224,112 +260,35 @@ def move(link: Link, messages: Sequence[Message], shards: Shards, staging: Stagi
     for message in messages:
         while len(started) == MOST_OPERATIONS:
             finish_oldest()
-        values, views = shards.direct(message), list[Pair]()
+        shards = source if message.is_sent else target
+        values, views = message.direct(shards, link.device), list[Pair]()
         if is_staged := values is None:
             while (values := staging.take(message.size)) is None:
                 finish_oldest()
-            views = shards.staged(message, values.view(message.dtype))
-        if message.side is Side.TARGET:
-            started.append(Started(link.receive(message.peer, values), is_staged, views))
-        else:
+            views = message.staged(shards, values.view(message.dtype))
+        if message.is_sent:
             for elements, place in views:
                 place.copy_(elements)
             started.append(Started(link.send(message.peer, values), is_staged, []))
-    for elements, held in shards.held_elements():
-        elements.copy_(held)
+        else:
+            started.append(Started(link.receive(message.peer, values), is_staged, views))
+    for job in jobs:
+        for old, new in job.copies():
+            target[job.name][new].copy_(source[job.name][old])
     while started:
         finish_oldest()
 
 
-class Shards:
-    """The local shards of a rank on both sides, by their names in the target. They are held during a call alone.
+def clone_overwritten(jobs: Sequence[Job], source: Shards, target: Shards) -> dict[str, torch.Tensor]:
+    """Clones of the shards of the source in memory that the transfer writes."""
+    written = [target[job.name] for job in jobs if job.plan.wanted is not None and not _stays(job, source, target)]
+    return {name: source[name].clone() for name in find_overlaps(source, written)}
 
-    Args:
-        device: the device on which they are sent.
-        jobs: the jobs. Where this rank wants what it holds, in the same place, the source is not cloned.
-    """
 
-    def __init__(self, device: torch.device, jobs: Sequence[Job]) -> None:
-        self.source: dict[str, torch.Tensor] = {}
-        self.target: Mapping[str, torch.Tensor] = {}
-        self.device, self._jobs = device, jobs
-        self.overwrites_source = False
-        """True if the transfer writes into memory of the source."""
-        self._form: Any = None  # of the shards for which these were found:
-        self._direct: dict[Message, Elements | None] = {}
-        self._staged: dict[Message, list[tuple[str, Elements, Elements]]] = {}
-        self._held: list[tuple[str, Elements, Elements]] = []
-
-    @contextlib.contextmanager
-    def holding(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Hold these shards in the block. One of the source in memory that this transfer writes is cloned."""
-        self.source, self.target = {**source}, target
-        try:
-            moved = {job.name for job in self._jobs if job.plan.wanted is not None and not self._stays(job)}
-            overwritten = find_overlaps(source, [tensor for name, tensor in target.items() if name in moved])
-            self.source.update({name: source[name].clone() for name in overwritten})
-            self.overwrites_source = bool(overwritten)
-            shards = (*self.source.items(), *target.items())
-            form = [(name, each.stride(), each.dtype, each.device) for name, each in shards]  # of the clones too
-            if form != self._form:
-                self._form, self._direct, self._staged, self._held = form, {}, {}, [*self._find_held()]
-            yield
-        finally:
-            self.source, self.target = {}, {}
-
-    def _stays(self, job: Job) -> bool:
-        """Return True if this rank wants what it holds, in the same place."""
-        is_same = job.plan.held == job.plan.wanted
-        return is_same and memory_of(self.source[job.name]) == memory_of(self.target[job.name])
-
-    def direct(self, message: Message) -> torch.Tensor | None:
-        """The elements of a message in the memory of a shard; None if they have to be staged."""
-        if message not in self._direct:
-            self._direct[message] = self._find_direct(message)
-        found = self._direct[message]
-        return None if found is None else found.within(self._of(message.side)[message.parts[0][0].name])
-
-    def _find_direct(self, message: Message) -> Elements | None:
-        box, (job, part) = message.only_box(), message.parts[0]
-        if box is None:
-            return None
-        shard = self._of(message.side)[job.name]
-        elements = shard[box]
-        is_direct = elements.dtype == message.dtype and elements.device == self.device and elements.is_contiguous()
-        return Elements.of(elements.view(-1)[part.start : part.stop], shard) if is_direct else None
-
-    def staged(self, message: Message, buffer: torch.Tensor) -> list[Pair]:
-        """The elements of a message in shards, each time with their place in a buffer."""
-        shards = self._of(message.side)
-        if message not in self._staged:
-            self._staged[message] = [*self._find_staged(message, buffer)]
-        found = self._staged[message]
-        return [(elements.within(shards[name]), place.within(buffer)) for name, elements, place in found]
-
-    def _find_staged(self, message: Message, buffer: torch.Tensor) -> Iterator[tuple[str, Elements, Elements]]:
-        stop = 0
-        for job, part in message.parts:
-            shard, whole = self._of(message.side)[job.name], job.region(message.side)
-            for region in blocks(part.region, part.start, part.stop):
-                start, stop = stop, stop + size_of(region)
-                there = buffer[start:stop].view(shape_of(region))
-                for box, place in zip(boxes(whole, region), boxes(region, region)):
-                    yield job.name, Elements.of(shard[box], shard), Elements.of(there[place], buffer)
-
-    def held_elements(self) -> Iterator[Pair]:
-        """The elements of the target that this rank holds already, each time with those of the source."""
-        for name, new, old in self._held:
-            yield new.within(self.target[name]), old.within(self.source[name])
-
-    def _find_held(self) -> Iterator[tuple[str, Elements, Elements]]:
-        for name, _, plan in self._jobs:
-            if plan.copied is not None:
-                source, target = self.source[name], self.target[name]
-                for old, new in zip(boxes(plan.held or (), plan.copied), boxes(plan.wanted or (), plan.copied)):
-                    yield name, Elements.of(target[new], target), Elements.of(source[old], source)
-
-    def _of(self, side: Side) -> Mapping[str, torch.Tensor]:
-        return self.source if side is Side.SOURCE else self.target
+def _stays(job: Job, source: Shards, target: Shards) -> bool:
+    """Return True if this rank wants what it holds, in the same place."""
+    is_same = job.plan.held == job.plan.wanted
+    return is_same and memory_of(source[job.name]) == memory_of(target[job.name])
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -375,7 +334,7 @@ def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
         start = end
 
 
-def boxes(whole: Region, part: Region) -> Iterator[tuple[slice, ...]]:
+def boxes(whole: Region, part: Region) -> Iterator[Slices]:
     """The slices of each box of a part in a tensor of the region ``whole``: one interval from each dimension."""
     slices = []
     for all_of_it, some in zip(whole, part):

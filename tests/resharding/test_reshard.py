@@ -86,10 +86,10 @@ def test_mistakes_are_errors_on_every_rank():
         "source=mesh)",
         "no axis 'pp'",
         "its ranks hold summands",
-        "ShapeError: axis 1 shards dimension 2",
+        "ShapeError: axis tp shards dimension 2",
         "ShapeError: tensor is on the meta device",
-        "tensor: (1, 4) on ranks 0, 1, (2, 4) on ranks 2, 3",
-        "tensor: in the target (), not in the source",
+        "(1, 4) and torch.float32 on ranks 0, 1, (2, 4) and torch.float32 on ranks 2, 3",
+        "no rank has passed one",
         "is in neither the source nor the target",
     ]
     assert [text in error for text, error in zip(wanted, found, strict=True)] == [True] * len(wanted), found

@@ -387,9 +387,6 @@ class Generator(nn.Module):
         for name in NAMES:
             self.register_parameter(name, nn.Parameter(torch.zeros(1000)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.w0
-
     def has_arrived(self) -> bool:
         return all(weight.tolist() == [1.0] * 1000 for weight in self.parameters())
 
@@ -472,27 +469,23 @@ def test_calling_while_others_create_is_a_mismatch():
 def dies_in_the_middle() -> Any:
     """Rank 0 is killed before its third message. The others call once more, without it."""
     rank = dist.get_rank()
-    sync, target = in_small_messages(20)
+    sync, _ = in_small_messages(20)
     with before_step("send", 3, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else None):
         first = attempt(sync)
-    refused = attempt(lambda: sync.target)
-    forward = attempt(lambda: target(torch.ones(1000))) if rank >= 2 else None
-    return first, sync.torn, refused, forward, attempt(sync)
+    return first, sync.torn, attempt(sync)
 
 
 def test_rank_that_dies_is_named_and_target_torn():
     with fresh_world(4) as own:
         outcomes = own.outcomes(dies_in_the_middle)
     assert outcomes[0].exitcode == -signal.SIGKILL
-    for rank, (first, torn, refused, forward, again) in enumerate(results(outcomes, 0), 1):
+    for rank, (first, torn, again) in enumerate(results(outcomes, 0), 1):
         assert first[0] == "MissingRanksError"
         assert "rank 0 has ended" in first[1]
         assert "rank 1" not in first[1].partition("failed:")[2]
         assert ("The target of this rank is torn. Create a new Resharder on all ranks" in first[1]) == (rank >= 2)
         assert first.took < 20
         assert torn == (rank >= 2)
-        assert refused[0] == ("LifetimeError" if torn else "")
-        assert forward is None or forward[0] == "LifetimeError"
         assert again[0] == "LifetimeError"
         assert "Create a new Resharder on all ranks" in again[1]
 
@@ -518,12 +511,10 @@ def test_a_torn_target_is_whole_after_the_retry(who, step, message, reason):
         assert reason in first[1]
     assert sync.torn == (rank >= 2)
     assert attempt(sync)[0] == "LifetimeError"
-    assert module is None or attempt(lambda: module(torch.ones(1000)))[0] == "LifetimeError"
     sync, _ = in_small_messages(6, module)
     assert attempt(sync)[:2] == ("", "")
     assert module is None or module.has_arrived()
-    assert (sync.torn, attempt(lambda: sync.target)[0]) == (False, "")
-    assert module is None or attempt(lambda: module(torch.ones(1000)))[0] == ""
+    assert not sync.torn
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -535,7 +526,7 @@ def test_new_resharder_succeeds_after_ctrl_c(again):
     interrupts = mock.Mock(side_effect=KeyboardInterrupt)
     with contextlib.ExitStack() as stack:
         if rank == 3:
-            stack.enter_context(mock.patch.object(link, "wait", interrupts))
+            stack.enter_context(before_step("receive", 3, interrupts))
             if again:
                 stack.enter_context(mock.patch.object(connection, "abort", interrupts))
         elif again:  # they wait for rank 3
@@ -556,11 +547,11 @@ def test_overwritten_source_is_named_as_lost():
     sync = Resharder(mesh, mesh, source=source, target=target, staging_bytes=300_000, timeout=6)
     with before_step("receive", 4, fail if mesh.rank == 2 else lambda: None):
         first = attempt(sync)
-    again, refused = attempt(sync)[:2], attempt(lambda: sync.target)[:2]
+    again = attempt(sync)[:2]
     source, target = in_one_memory(mesh, names)
     whole = {name: tensor.full_tensor() for name, tensor in source.items()}
     Resharder(mesh, mesh, source=source, target=target)()
     assert all(torch.equal(target[name].full_tensor(), whole[name]) for name in names)
     assert first[0] == ("ValueError" if mesh.rank == 2 else "LifetimeError")
     assert mesh.rank == 2 or "so load the source again. Create a new Resharder on all ranks" in first[1]
-    assert [again[0], refused[0]] == ["LifetimeError", "LifetimeError"]
+    assert again[0] == "LifetimeError"
