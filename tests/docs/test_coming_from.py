@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import doctest
 import importlib.util
-import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +21,7 @@ from pgmesh import Layout, PgmeshError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
 from tests.support import golden_files
 from tests.support.fake_world import fake_rank
-from tests.support.programs import run_ranks
+from tests.support.programs import run_ranks, said_by, script_of
 from tests.support.worlds import fresh_world, world
 
 DOCS = Path(__file__).parents[2] / "docs" / "coming_from"
@@ -181,19 +179,6 @@ def test_each_line_for_jobs_names_a_function(row: Row):
     call = ast.parse(row.now, mode="eval").body
     assert isinstance(call, ast.Call)
     assert callable(eval(ast.unparse(call.func), {"launch": launch}))
-
-
-def script_of(page: str) -> str:
-    found = re.findall(r"^```python\n(import .*?)^```$", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(found) == 1
-    return str(found[0])
-
-
-def said_by(script: str) -> str:
-    """What it prints on this rank, in the world that is there."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        exec(compile(script, "script.py", "exec"), {"__name__": "__main__"})
-    return said.getvalue()
 
 
 def powers(*ranks: int) -> float:

@@ -23,6 +23,7 @@ from pgmesh import AxisError, ShapeError, UnsupportedTorchError, WorldError, rec
 from pgmesh.interop import megatron
 from tests.support.fake_world import fake_rank
 from tests.support.nccl_stand_in import OPTIONS_YAML, options_by_name, stand_in_for_nccl
+from tests.support.programs import said_by, script_of
 from tests.support.torch_tables import c10d, table_sizes
 from tests.support.worlds import check_sums, on_ranks
 
@@ -155,6 +156,22 @@ def test_failed_group_fills_nothing(state: Any, spoilt: dict[str, Any]):
         with pytest.raises(Exception, match="was closed"), megatron.published(arrangement):
             pytest.fail("the block was run")
         assert vars(state) == spoilt
+
+
+@pytest.mark.usefixtures("state")
+def test_scripts_of_page_print_the_same():
+    before, after = (
+        script_of("megatron", before=each)
+        .replace('dist.init_process_group("gloo")', "")  # the fake world is there, and has no Gloo
+        .replace("expert_model_parallel_size=2", "expert_model_parallel_size=2, create_gloo_process_groups=False")
+        for each in (True, False)
+    )
+    said = []
+    for rank in range(8):
+        with fake_rank(rank, 8, dist.HashStore()):
+            said.append((said_by(before), said_by(after)))
+    assert all(one == other for one, other in said)
+    assert len({*said}) == 8
 
 
 def test_process_groups_refuses_unknown_field(state: Any):

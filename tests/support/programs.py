@@ -6,7 +6,10 @@ Tests use this for programs that run before a world exists, or without one.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,6 +24,7 @@ from pgmesh.launch.processes import process_context
 from tests.support.message_assertions import without_gloo_lines
 
 ROOT = Path(__file__).parents[2]
+COMING_FROM = ROOT / "docs" / "coming_from"
 
 
 def run_programs(
@@ -138,3 +142,21 @@ def clean_env(**more: str) -> dict[str, str]:
     """This process's environment without torchrun's variables, with the repository on the Python path."""
     env = {name: value for name, value in os.environ.items() if name not in BY_HAND.marks}
     return env | {"PYTHONPATH": str(ROOT)} | more
+
+
+def script_of(page: str, *, before: bool = False) -> str:
+    """The script of a page of ``docs/coming_from``; of two, as in a diff, the one after."""
+    found = re.findall(
+        r"^```(?:python|diff)\n( ?import .*?)^```$", (COMING_FROM / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(found) == 1
+    if not found[0].startswith(" "):
+        return str(found[0])
+    return "".join(f"{line[1:]}\n" for line in found[0].splitlines() if not line.startswith("-+"[before]))
+
+
+def said_by(script: str) -> str:
+    """What it prints on this rank, in the world that is there."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(script, "script.py", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
