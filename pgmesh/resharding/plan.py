@@ -193,9 +193,12 @@ class ReshardPlan:
         else:
             (senders, takers), slot = served.by_all, self._slot(rank, part) or 0
             turn = slot - bisect.bisect(served.holding, slot)
-        each_by, size = max(len(senders) // takers, 1), size_of(overlap)
+        each_by, row = max(len(senders) // takers, 1), size_of(overlap[1:])
+        rows = size_of(overlap) // row
+        if rows < each_by:
+            rows, row = rows * row, 1
         for i in range(each_by):
-            start, stop = size * i // each_by, size * (i + 1) // each_by
+            start, stop = rows * i // each_by * row, rows * (i + 1) // each_by * row
             if start < stop:
                 yield Transfer(senders[(turn * each_by + i) % len(senders)], overlap, start, stop)
 

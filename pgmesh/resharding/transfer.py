@@ -13,8 +13,8 @@ Where elements are in the shards is computed once: in a model of 256 MB, this wo
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ import torch
 
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import RankPlan, Transfer
-from pgmesh.resharding.sharding import Region, indices_at, positions, shape_of, size_of
+from pgmesh.resharding.sharding import Region, indices_at, positions, size_of
 
 SMALL = 1 << 18
 """Smaller parts for one rank go together in one message: a message costs more than the copies. In bytes."""
@@ -74,18 +74,12 @@ class Piece(NamedTuple):
     Args:
         name: name of the tensor.
         box: the box in the shard.
-        start: the place in the message of the first element of a block.
-        stop: that after its last one.
-        shape: the shape of the block.
-        place: the box in the block.
+        size: its number of elements.
     """
 
     name: str
     box: Slices
-    start: int
-    stop: int
-    shape: Sequence[int]
-    place: Slices
+    size: int
 
 
 @dataclass(eq=False)
@@ -96,8 +90,8 @@ class Message:
         order: its place in the order of all messages: the one of its first part.
         is_sent: True if this rank sends it.
         peer: the other rank.
-        dtype: the dtype of its parts.
-        parts: parts of tensors, one after the other.
+        dtype: the dtype of its elements.
+        pieces: boxes of tensors, one after the other.
         size: its bytes.
     """
 
@@ -105,53 +99,30 @@ class Message:
     is_sent: bool
     peer: int
     dtype: torch.dtype
-    parts: list[tuple[Job, Transfer]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     size: int = 0
 
     def add(self, job: Job, part: Transfer) -> None:
         """Add a part of a tensor at the end."""
-        self.parts.append((job, part))
+        shard = (job.plan.held if self.is_sent else job.plan.wanted) or ()
+        for block in blocks(part.region, part.start, part.stop):
+            for box in boxes(shard, block):
+                self.pieces.append(Piece(job.name, box, math.prod(each.stop - each.start for each in box)))
         self.size += part.size * job.plan.itemsize
-
-    @functools.cached_property
-    def only_box(self) -> Slices | None:
-        """The box of its region in the shard, if it is a part of one tensor, in one box."""
-        (job, part), *others = self.parts
-        if others or part.size == 1:  # a single element may have any stride
-            return None
-        first, *more = itertools.islice(boxes(self._region(job), part.region), 2)
-        return None if more else first
-
-    @functools.cached_property
-    def pieces(self) -> list[Piece]:
-        """The boxes of its elements."""
-        found, stop = list[Piece](), 0
-        for job, part in self.parts:
-            for block in blocks(part.region, part.start, part.stop):
-                start, stop = stop, stop + size_of(block)
-                for box, place in zip(boxes(self._region(job), block), boxes(block, block)):
-                    found.append(Piece(job.name, box, start, stop, shape_of(block), place))
-        return found
-
-    def _region(self, job: Job) -> Region:
-        """The region of this rank's shard."""
-        return (job.plan.held if self.is_sent else job.plan.wanted) or ()
 
     def direct(self, shards: Shards, device: torch.device) -> torch.Tensor | None:
         """Its elements in the memory of a shard; None if they have to be staged."""
-        if self.only_box is None:
-            return None
-        job, part = self.parts[0]
-        elements = shards[job.name][self.only_box]
+        name, box, size = self.pieces[0]
+        elements = shards[name][box]
         is_direct = elements.dtype == self.dtype and elements.device == device and elements.is_contiguous()
-        return elements.view(-1)[part.start : part.stop] if is_direct else None
+        # A single element may have any stride.
+        return elements.view(-1) if is_direct and size > 1 and len(self.pieces) == 1 else None
 
     def staged(self, shards: Shards, buffer: torch.Tensor) -> list[Pair]:
         """Its elements in shards, each time with their place in a buffer."""
-        return [
-            (shards[name][box], buffer[start:stop].view(shape)[place])
-            for name, box, start, stop, shape, place in self.pieces
-        ]
+        places = torch.split(buffer, [each.size for each in self.pieces])
+        views = [shards[name][box] for name, box, _ in self.pieces]
+        return [(elements, place.view(elements.shape)) for elements, place in zip(views, places)]
 
 
 def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
@@ -180,9 +151,10 @@ def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
 def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int], tuple[Job, bool, Transfer]]]:
     """The transfers of jobs in parts of at most so many bytes. Before each, the numbers of its job and of the part."""
     for number, job in enumerate(jobs):
-        step = most // job.plan.itemsize
         for is_sent, transfers in ((True, job.plan.sends), (False, job.plan.receives)):
             for each in transfers:
+                step, row = most // job.plan.itemsize, size_of(each.region[1:])
+                step -= step % row if step > row else 0  # whole rows are one box
                 for i, start in enumerate(range(each.start, each.stop, step)):
                     part = each._replace(start=start, stop=min(start + step, each.stop))
                     yield (number, i), (job, is_sent, part)
