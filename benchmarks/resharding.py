@@ -207,7 +207,7 @@ def bare(source: Side, target: Side) -> Callable[[], Any]:
     held = 0
     for name, shape in source.shapes.items():
         sides = (source.mesh, source.placements(name), target.mesh, target.placements(name))
-        plan = ReshardPlan(shape, *sides, itemsize=4).of(dist.get_rank())
+        plan = ReshardPlan(shape, *sides).of(dist.get_rank())
         for part in plan.sends:
             sent[part.peer] += 4 * (part.stop - part.start)
         for part in plan.receives:

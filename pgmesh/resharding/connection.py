@@ -34,8 +34,6 @@ from pgmesh.mesh import ProcessGroupMesh, abort_with
 
 log = logging.getLogger("pgmesh")
 
-CREATION = "the creation of a Resharder"
-
 HINT = (
     "Nothing was moved. Create a new Resharder, and call the Resharders of the same meshes in the same order on all "
     "ranks."
@@ -67,8 +65,6 @@ class Connection:
             Meeting(f"{self.mesh.key}/{kind}", ranks, "group", self.mesh.label) for kind in ("first", "calls")
         )
         """The first meeting, by which a new process of a rank is found, and those of later calls."""
-        self.created = 0
-        """Resharders that were created on it."""
         self.failure = ""
         """Why this rank aborts it."""
 

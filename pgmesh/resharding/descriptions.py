@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +34,8 @@ class Entry(NamedTuple):
         dtype: the dtype; None for an entry that is no tensor.
         mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
         placements: the placement on each axis; None if the tensor is replicated along it.
-        values: digest of samples of a tensor of the source that is whole or a box; 0 for all others.
+        values: digest of samples of a tensor of the source that is whole or a box; of the first element of a sharded
+            one, on ranks that have that; 0 for all others.
         box: the region of the rank's part, if it is given in place of placements.
     """
 
@@ -85,15 +85,17 @@ def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Ten
     _check(link, name, tensor)
     if shard.is_meta:
         raise ShapeError(f"{name} is on the meta device, where a tensor has no values.")
-    values = sample(shard) if side == "source" and (sharding is None or not sharding.sharded) else []
-    entry = Entry(side, name, tuple(tensor.shape), tensor.dtype, values=digest(values) if values else 0)
-    if sharding is None:
-        return entry
-    layout, box = sharding.layout, sharding.box and sharding.box.region
-    expected = shape_of(sharding.region_of(link.rank)) if link.rank in layout else [*shard.shape]
-    if [*shard.shape] != expected:
-        raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
-    return entry._replace(mesh=(layout.shape, layout.ranks()), placements=tuple(sharding.placements), box=box)
+    values = sample(shard) if side == "source" else []
+    entry = Entry(side, name, tuple(tensor.shape), tensor.dtype)
+    if sharding is not None:
+        layout, box = sharding.layout, sharding.box and sharding.box.region
+        expected = shape_of(sharding.region_of(link.rank)) if link.rank in layout else [*shard.shape]
+        if [*shard.shape] != expected:
+            raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
+        entry = entry._replace(mesh=(layout.shape, layout.ranks()), placements=tuple(sharding.placements), box=box)
+        if sharding.sharded:
+            values = values[:1] if link.rank in layout and not any(sharding.part_of(link.rank)) else []
+    return entry._replace(values=digest(values)) if values else entry
 
 
 def _check(link: Link, name: str, tensor: AnyTensor) -> None:
@@ -201,21 +203,33 @@ def _differences(tables: Tables, float8: bool) -> Iterator[str]:
 
 
 def _lost_ties(name: str, tables: Tables) -> Iterator[str]:
-    """A line if two names of one tensor of the target are two tensors of the source, on ranks that have both."""
+    """A line if two names of one tensor of the target are two tensors of the source."""
     pair = next(iter(tables["target ties"][name])).shape
-    one, other = ({rank for ranks in tables["source"].get(each, {}).values() for rank in ranks} for each in pair)
+    one, other = (_values_of(tables["source"].get(each, {})) for each in pair)
+    there = [{rank for ranks in tables["source"].get(each, {}).values() for rank in ranks} for each in pair]
     tied = {rank for ranks in tables["source ties"].get(name, {}).values() for rank in ranks}
-    if apart := (one & other) - tied:
+    apart = there[0] & there[1] - tied
+    if not apart and any(each in other and {*one[each]}.isdisjoint(other[each]) for each in one):
+        apart = there[0] | there[1]
+    if apart:
         yield f"{name}: one tensor in the target, and two in the source on {name_ranks(sorted(apart))}"
+
+
+def _values_of(entries: Mapping[Entry, Sequence[int]]) -> dict[Any, dict[int, Sequence[int]]]:
+    """By what was sampled of a tensor, each digest with its ranks."""
+    found: dict[Any, dict[int, Sequence[int]]] = {}
+    for entry, ranks in entries.items():
+        if entry.values:
+            part = "whole" if entry.box is None else text_of(entry.box)
+            found.setdefault("its first element" if any(entry.placements) else part, {})[entry.values] = ranks
+    return found
 
 
 def _lost_values(name: str, tables: Tables, float8: bool) -> Iterator[str]:
     """A line if replicas in the source have other values, and for each dtype of the target that cannot have them."""
-    replicas = {(entry.box, entry.values): ranks for entry, ranks in tables["source"][name].items() if entry.values}
-    for box, count in Counter(box for box, _ in replicas).items():
-        if count > 1:
-            here = [name_ranks(sorted(ranks)) for (each, _), ranks in replicas.items() if each == box]
-            part, others = "whole" if box is None else text_of(box), " than on ".join(here[:2])
+    for part, found in _values_of(tables["source"][name]).items():
+        if len(found) > 1:
+            others = " than on ".join([name_ranks(sorted(ranks)) for ranks in found.values()][:2])
             yield f"{name}: {part} on each rank of the source that has it, but with other values on {others}"
     held = next(iter(tables["source"][name])).dtype
     for wanted in {entry.dtype: None for entry in tables["target"][name]}:

@@ -1,4 +1,4 @@
-"""The link of all ranks of source and target: they meet at each call, and then communicate until a deadline."""
+"""The link of all ranks of source and target: they meet at each call, and then communicate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pgmesh._util.formatting import format_seconds, name_ranks
+from pgmesh._util.formatting import name_ranks
 from pgmesh.elastic.aborts import join_aborts
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, ShapeError, WorldError
 from pgmesh.groups.backends import backends_of
@@ -23,13 +23,10 @@ from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.records import error_text
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.resharding.connection import CREATION, connect
+from pgmesh.resharding.connection import connect
 from pgmesh.resharding.plan import layout_of
 
 T = TypeVar("T")
-
-MARGIN = 0.001
-"""Torch cuts off fractions of this, and waits without end if nothing is left. In seconds."""
 
 
 class Link:
@@ -38,7 +35,7 @@ class Link:
     Args:
         source: the first mesh or layout. If a mesh is aborted, so is the connection.
         target: the second one. The two may have any ranks in common.
-        timeout: timeout of each call.
+        timeout: the longest wait for ranks that do not call, and of each operation.
 
     Raises:
         MembershipError: this rank is in neither.
@@ -72,21 +69,20 @@ class Link:
         self._index_of = {rank: index for index, rank in enumerate(ranks)}
         self._group: Any = None  # while it communicates: a look-up for each message takes longer than to start it
         self.seconds = to_timedelta(timeout).total_seconds()
-        self._call = CallClient(world, self.seconds)
-        """The store and the clock of the current call."""
         join_aborts(world)
-        self._connection = connect([*self.sides.values()], ranks, self._call, self._user_meshes, self.label)
+        sides = [tuple(sorted(each)) for each in self.sides.values()]  # other ranks may have them in another order
+        self._connection = connect(sides, ranks, CallClient(world, self.seconds), self._user_meshes, self.label)
 
     def check_world(self, mesh: ProcessGroupMesh | Layout) -> None:
         """Raise MembershipError if a mesh is in another world than the ranks of the link."""
         if isinstance(mesh, ProcessGroupMesh) and mesh.world.core is not self._world:
             raise MembershipError(f"{mesh!r} and {self.label} are in different worlds, so their ranks never meet.")
 
-    def begin(self, call: str, **arguments: object) -> None:
-        """Begin a call: set its deadline, and wait until all ranks make the same one.
+    def begin(self, call: str, **arguments: object) -> int:
+        """Begin a call: wait until all ranks make the same one. Returns the number of their meeting.
 
         Args:
-            call: what the rank calls. After ``CREATION`` of a Resharder, its number is ``created``.
+            call: what the rank calls.
             arguments: those of the call that all ranks give alike.
 
         Raises:
@@ -94,25 +90,16 @@ class Link:
             MismatchError: a rank makes another call. Nothing was moved.
             MissingRanksError: a rank did not come. The message has its status.
         """
-        self._call = CallClient(self._world, self.seconds)
         if self._connection.has_ended():
             raise LifetimeError(f"{self._connection.why_ended(self.label)}. Create a new Resharder on all ranks.")
-        self._connection.meet(self._connection.calls, call, self._call, self.label, **arguments)
-        self._connection.created += call == CREATION
-
-    @property
-    def created(self) -> int:
-        """The number of Resharders that were created on this connection, the same on all ranks."""
-        return self._connection.created
-
-    def _left(self) -> float:
-        """Seconds until the deadline."""
-        return self.seconds - self._call.now()
+        client = CallClient(self._world, self.seconds)
+        self._connection.meet(self._connection.calls, call, client, self.label, **arguments)
+        return self._connection.calls.number
 
     # -- communicating ----------------------------------------------------------------------------------------------
 
     def run(self, act: Callable[[], T]) -> T:
-        """The result of a function that communicates, until the deadline.
+        """The result of a function that communicates. Each of its operations has the timeout.
 
         Raises:
             LifetimeError: another rank has aborted the connection, or it took too long, or the backend failed.
@@ -127,7 +114,7 @@ class Link:
         except (MismatchError, ShapeError):
             raise
         except BaseException as error:
-            self._connection.failure = self._reason(error)
+            self._connection.failure = f"{error}" if type(error) is RuntimeError else error_text(error)
             self._connection.has_ended()
             if isinstance(error, (PgmeshError, RuntimeError)):
                 traceback.clear_frames(error.__traceback__)  # they keep operations alive, and so their group
@@ -136,15 +123,9 @@ class Link:
         finally:
             self._group = None
 
-    def _reason(self, error: BaseException) -> str:
-        """Why this rank aborts the connection."""
-        if self._left() <= 0:
-            return f"not done in {format_seconds(self.seconds)}"
-        return f"{error}" if type(error) is RuntimeError else error_text(error)
-
     def wait(self, work: Any) -> None:
-        """Wait for an operation, until the deadline."""
-        work.wait(timedelta(seconds=max(self._left(), 0.0) + MARGIN))
+        """Wait for an operation, for the timeout at most."""
+        work.wait(timedelta(seconds=self.seconds))
 
     def barrier(self) -> None:
         """Wait until all ranks have come to this."""

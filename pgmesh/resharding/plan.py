@@ -48,7 +48,6 @@ class RankPlan:
         sends: what it sends, by destination.
         receives: what it receives, by sender.
         copied: the region that it holds and wants; None if there is none.
-        itemsize: bytes of an element.
         leaving: number of elements that it sends to other hosts.
         floor: number of elements of the source that it wants and does not hold.
     """
@@ -59,7 +58,6 @@ class RankPlan:
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     copied: Region | None
-    itemsize: int
     leaving: int
     floor: int
 
@@ -97,7 +95,6 @@ class ReshardPlan:
         source_placements: DTensor placements on it, or by axis: ``{"tp": 0}`` shards dimension 0 along axis tp.
         target: a mesh or Layout of the ranks that want it. The two may have any ranks in common.
         target_placements: the same for the target.
-        itemsize: bytes of an element.
         hosts: the ranks of each host, such as ``mesh.hosts()`` or ``[range(0, 8), range(8, 16)]``. Default:
             all ranks are on one host.
 
@@ -121,12 +118,11 @@ class ReshardPlan:
         target: Any,
         target_placements: Placements,
         *,
-        itemsize: int = 1,
         hosts: Sequence[Iterable[int]] | None = None,
     ) -> None:
         if any(size < 0 for size in shape):
             raise ShapeError(f"the sizes of a shape are 0 or more, not {tuple(shape)}.")
-        self.shape, self.itemsize = tuple(shape), itemsize
+        self.shape = tuple(shape)
         self.source = Sharding(self.shape, layout_of(source), source_placements)
         self.target = Sharding(self.shape, layout_of(target), target_placements)
         self.ranks = tuple(dict.fromkeys((*self.source.layout.ranks(), *self.target.layout.ranks())))
@@ -160,7 +156,7 @@ class ReshardPlan:
                     floor += size_of(overlap)
                     receives += self._to(part, rank)
         leaving = sum(each.size for each in sends if self._host_of[each.peer] != self._host_of[rank])
-        return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving, floor)
+        return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, leaving, floor)
 
     def _sends(self, rank: int, part: Part) -> Iterator[Transfer]:
         """The transfers from one replica of a part of the source."""

@@ -16,7 +16,6 @@ from pgmesh.errors import MismatchError, PgmeshError, ShapeError, WorldError
 from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
-from pgmesh.resharding.connection import CREATION
 from pgmesh.resharding.descriptions import Tables, describe, describe_memory, exchange, sharding_of
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.placed import Placed, do_overlap
@@ -32,7 +31,7 @@ from pgmesh.resharding.states import (
     signatures,
     tensors_of,
 )
-from pgmesh.resharding.transfer import Job, Shards, Staging, clone_overwritten, move, plan_messages
+from pgmesh.resharding.transfer import ALIGNMENT, Job, clone_overwritten, move, plan_messages
 from pgmesh.topology.host_mapping import this_host
 
 STAGING_BYTES = 16 << 20
@@ -71,7 +70,7 @@ class Resharder:
 
     The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is neither
     a DTensor nor ``Placed`` is whole on each rank that has its name: samples of these replicas in the source are
-    compared. State dicts may have dicts, lists and modules inside; their values that are not tensors are not moved.
+    compared at creation. State dicts may have dicts, lists and modules inside; other values are not moved.
 
     Args:
         source_mesh: a mesh or Layout of the ranks that send.
@@ -86,7 +85,8 @@ class Resharder:
             Memory that both share counts twice: that part of the source is cloned.
         float8: True to round values to 8-bit floats where the target has them. There is no scale: 449 becomes NaN in
             ``torch.float8_e4m3fn``.
-        timeout: timeout of each call, a timedelta or a number of seconds.
+        timeout: the longest wait for ranks that do not call, and then for each operation, as a timedelta or a number of
+            seconds.
 
     Raises:
         MembershipError: this rank is in neither mesh, or not in that of a ``Placed``, or the worlds differ.
@@ -123,9 +123,8 @@ class Resharder:
         self._planned = signatures(tensors)
         entries = [entry for side, named in tensors.items() for entry in describe(link, side, named)]
         entries += describe_memory(tensors)
-        self._staging = Staging(staging_bytes, link.device)
-        link.begin(CREATION, staging_bytes=staging_bytes, float8=float8)
-        self._number = link.created
+        self._staging = torch.empty(max(staging_bytes, ALIGNMENT), dtype=torch.uint8, device=link.device)
+        self._number = link.begin("the creation of a Resharder", staging_bytes=staging_bytes, float8=float8)
         self._jobs = link.run(lambda: plan_jobs(link, exchange(link, entries, float8=float8)))
         self._messages = plan_messages(self._jobs, staging_bytes)
 
@@ -142,16 +141,16 @@ class Resharder:
             MismatchError: the tensors of a rank are not those that were planned, or ranks call different Resharders.
             MissingRanksError: a rank did not come: call again. Or it was lost: then as after LifetimeError.
         """
-        began, self._staging.most = time.monotonic(), 0
-        tensors = self._tensors()
+        began, link, tensors = time.monotonic(), self._link, self._tensors()
         if signatures(tensors) != self._planned:
-            self._link.begin(f"Resharder {self._number}, with other tensors than planned")
+            link.begin(f"Resharder {self._number}, with other tensors than planned")
             raise MismatchError("All ranks have other tensors than planned. Nothing was moved. Create a new Resharder.")
         source, target = map(locals_of, tensors.values())
         clones = clone_overwritten(self._jobs, source, target)  # if memory ends here, nothing is torn
-        self._link.begin(f"Resharder {self._number}")
+        link.begin(f"Resharder {self._number}")
         try:
-            self._link.run(lambda: self._move({**source, **clones}, target))
+            sources = {**source, **clones}
+            staged = link.run(lambda: move(link, self._jobs, self._messages, sources, target, self._staging))
         except BaseException as error:
             self.torn = bool(target)
             if not target or not isinstance(error, PgmeshError):
@@ -159,19 +158,13 @@ class Resharder:
             lost = _LOST if clones else ""
             raise type(error)(f"{error}\n\nThe target of this rank is torn. {lost}{REMEDY}") from error.__cause__
         self.torn = False
-        plans = [job.plan for job in self._jobs]
         return Moved(
-            sent=sum(plan.sent * plan.itemsize for plan in plans),
-            received=sum(plan.received * plan.itemsize for plan in plans),
-            floor=sum(plan.floor * plan.itemsize for plan in plans),
-            staged=self._staging.most,
+            sent=sum(job.plan.sent * job.dtype.itemsize for job in self._jobs),
+            received=sum(job.plan.received * job.dtype.itemsize for job in self._jobs),
+            floor=sum(job.plan.floor * job.dtype.itemsize for job in self._jobs),
+            staged=staged,
             seconds=time.monotonic() - began,
         )
-
-    def _move(self, source: Shards, target: Shards) -> None:
-        """Move all tensors. The target is whole if all ranks are done."""
-        move(self._link, self._jobs, self._messages, source, target, self._staging)
-        self._link.barrier()
 
 
 def reshard(
@@ -195,8 +188,8 @@ def reshard(
             axis tp.
         source: the mesh, slice or Layout whose ranks hold the tensor. Not needed where ``tensor`` is a DTensor or
             ``Placed``, unless those of the ranks are on several meshes, such as slices: they would wait for each other.
-        dtype: dtype of the result. Default: that of the tensor.
-        timeout: timeout of each of its three meetings, a timedelta or a number of seconds.
+        dtype: dtype of the result. Default: that of the tensor. Ranks without the tensor leave it out.
+        timeout: as for ``Resharder``.
 
     Raises:
         MembershipError: this rank is in neither mesh.
@@ -253,10 +246,9 @@ def plan_jobs(link: Link, tables: Tables) -> list[Job]:
                 continue
             dtype = min(held.dtype, wanted.dtype, key=lambda each: each.itemsize)
             arguments = held.shape, *held.on(holders), *wanted.on(takers)
-            key = arguments, dtype.itemsize
-            if key not in plan_of:
-                plan_of[key] = ReshardPlan(*arguments, itemsize=dtype.itemsize, hosts=hosts)
-            planned.append((name, dtype, plan_of[key]))
+            if arguments not in plan_of:
+                plan_of[arguments] = ReshardPlan(*arguments, hosts=hosts)
+            planned.append((name, dtype, plan_of[arguments]))
     mine = {plan: plan.of(link.rank) for plan in plan_of.values()}
     return sorted((Job(name, dtype, mine[plan]) for name, dtype, plan in planned), key=lambda job: str(job.dtype))
 

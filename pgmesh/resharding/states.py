@@ -87,7 +87,7 @@ def signatures(tensors: Mapping[str, Tensors]) -> dict[tuple[str, str], list[obj
     """By side and name, the properties of a tensor that must not change between calls."""
     properties = ("shape", "dtype", "device_mesh", "mesh", "placements")  # plain ones have the first two
     return {
-        (side, name): [getattr(each, word, None) for word in properties]
+        (side, name): [*(getattr(each, word, None) for word in properties), getattr(each, "tensor", each).shape]
         for side, named in tensors.items()
         for name, each in named.items()
     }

@@ -1,11 +1,11 @@
 """The transfer of tensors by sends and receives, in messages of limited size.
 
 ``plan_messages`` divides what a rank sends and receives into messages, and ``move`` moves them. All messages have one
-order, the same on all ranks. A rank starts its messages in this order, and waits for its oldest one if it has no room
+order, the same on all ranks. A rank starts its messages in this order, and waits for older ones if it has no room
 for the next. So the first of all messages that have not ended has always been started, on both its ranks.
 
 Elements that are consecutive in the memory of a shard are sent from there and received there. The rest is staged:
-packed into a buffer, or received in one and unpacked. ``Staging`` is the memory of all buffers.
+packed into a buffer, or received in one and unpacked. When their memory is full, all that were started are awaited.
 
 Where elements are in the shards is computed once: in a model of 256 MB, this would take as long as copying.
 """
@@ -108,7 +108,7 @@ class Message:
         for block in blocks(part.region, part.start, part.stop):
             for box in boxes(shard, block):
                 self.pieces.append(Piece(job.name, box, math.prod(each.stop - each.start for each in box)))
-        self.size += part.size * job.plan.itemsize
+        self.size += part.size * job.dtype.itemsize
 
     def direct(self, shards: Shards, device: torch.device) -> torch.Tensor | None:
         """Its elements in the memory of a shard; None if they have to be staged."""
@@ -136,7 +136,7 @@ def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
     messages: list[Message] = []
     growing: dict[tuple[bool, int, torch.dtype], Message] = {}  # with small parts, and room for more
     for numbers, (job, is_sent, part) in _parts_of(jobs, most):
-        size, key = part.size * job.plan.itemsize, (is_sent, part.peer, job.dtype)
+        size, key = part.size * job.dtype.itemsize, (is_sent, part.peer, job.dtype)
         message = growing.get(key)
         if message is None or size >= SMALL or message.size + size > most:
             ends = (job.plan.rank, part.peer) if is_sent else (part.peer, job.plan.rank)
@@ -153,63 +153,22 @@ def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int],
     for number, job in enumerate(jobs):
         for is_sent, transfers in ((True, job.plan.sends), (False, job.plan.receives)):
             for each in transfers:
-                step, row = most // job.plan.itemsize, size_of(each.region[1:])
+                step, row = most // job.dtype.itemsize, size_of(each.region[1:])
                 step -= step % row if step > row else 0  # whole rows are one box
                 for i, start in enumerate(range(each.start, each.stop, step)):
                     part = each._replace(start=start, stop=min(start + step, each.stop))
                     yield (number, i), (job, is_sent, part)
 
 
-class Staging:
-    """The memory of the buffers of a rank, which is used as a ring.
-
-    Args:
-        size: its size in bytes.
-        device: the device of the collectives.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._memory = torch.empty(max(size, ALIGNMENT), dtype=torch.uint8, device=device)
-        self._taken: deque[tuple[int, int]] = deque()  # the buffers in use, the oldest one first
-        self.most = 0
-        """The most bytes that were in use at once, since it was set to 0."""
-
-    def take(self, size: int) -> torch.Tensor | None:
-        """A buffer of so many bytes; None as long as there is no room. The oldest one is freed first."""
-        oldest, end = (self._taken[0][0], self._taken[-1][1]) if self._taken else (0, 0)
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        is_wrapped = bool(self._taken) and end <= oldest
-        if not is_wrapped and start + size > len(self._memory):
-            start, is_wrapped = 0, True
-        if is_wrapped and start + size > oldest:
-            return None
-        self._taken.append((start, start + size))
-        self.most = max(self.most, sum(stop - start for start, stop in self._taken))
-        return self._memory[start : start + size]
-
-    def free_oldest(self) -> None:
-        """Free the buffer that was taken first."""
-        self._taken.popleft()
-
-
-class Started(NamedTuple):
-    """A message that is on its way.
-
-    Args:
-        work: its work in torch.
-        is_staged: it has a buffer.
-        unpacked: elements of the target that it brings in this buffer, each time with their place there.
-    """
-
-    work: Any
-    is_staged: bool
-    unpacked: Sequence[Pair]
-
-
 def move(
-    link: Link, jobs: Sequence[Job], messages: Sequence[Message], source: Shards, target: Shards, staging: Staging
-) -> None:
-    """Move the values of all jobs.
+    link: Link,
+    jobs: Sequence[Job],
+    messages: Sequence[Message],
+    source: Shards,
+    target: Shards,
+    staging: torch.Tensor,
+) -> int:
+    """Move the values of all jobs; return the most bytes that were in buffers at once.
 
     Args:
         link: the connection of the ranks, which all call it.
@@ -217,38 +176,43 @@ def move(
         messages: what ``plan_messages`` makes of them.
         source: the local shards of the source.
         target: those of the target, which are written in place.
-        staging: the memory of buffers.
+        staging: the memory of the buffers, as bytes.
     """
-    started: deque[Started] = deque()
+    started: deque[tuple[Any, Sequence[Pair]]] = deque()  # works of torch, each with what it brings in a buffer
+    end = most = 0  # of the buffers in use
 
-    def finish_oldest() -> None:
-        oldest = started.popleft()
-        link.wait(oldest.work)
-        for elements, place in oldest.unpacked:
-            elements.copy_(place)
-        if oldest.is_staged:
-            staging.free_oldest()
+    def finish(left: int) -> None:
+        """Wait for the oldest messages, until so many are left."""
+        while len(started) > left:
+            work, unpacked = started.popleft()
+            link.wait(work)
+            for elements, place in unpacked:
+                elements.copy_(place)
 
     for message in messages:
-        while len(started) == MOST_OPERATIONS:
-            finish_oldest()
+        finish(MOST_OPERATIONS - 1)
         shards = source if message.is_sent else target
         values, views = message.direct(shards, link.device), list[Pair]()
-        if is_staged := values is None:
-            while (values := staging.take(message.size)) is None:
-                finish_oldest()
+        if values is None:
+            if end + message.size > len(staging):
+                finish(0)
+                end = 0
+            values = staging[end : end + message.size]
+            most = max(most, end + message.size)
+            end += -(-message.size // ALIGNMENT) * ALIGNMENT
             views = message.staged(shards, values.view(message.dtype))
         if message.is_sent:
             for elements, place in views:
                 place.copy_(elements)
-            started.append(Started(link.send(message.peer, values), is_staged, []))
+            started.append((link.send(message.peer, values), []))
         else:
-            started.append(Started(link.receive(message.peer, values), is_staged, views))
+            started.append((link.receive(message.peer, values), views))
     for job in jobs:
         for old, new in job.copies():
             target[job.name][new].copy_(source[job.name][old])
-    while started:
-        finish_oldest()
+    finish(0)
+    link.barrier()  # now the target is whole on all ranks
+    return most
 
 
 def clone_overwritten(jobs: Sequence[Job], source: Shards, target: Shards) -> dict[str, torch.Tensor]:

@@ -62,7 +62,7 @@ def vllm_parts(
     for name, tensor in state.items():
         before, module, kind = ["", *name.rsplit(".", 2)][-3:]
         if module in FUSED:
-            names = [f"{before}.{part}.{kind}" for part in FUSED[module]]
+            names = [f"{before}.{part}.{kind}".removeprefix(".") for part in FUSED[module]]
             parts.update(zip(names, _fused_parts(tensor, units[module], mesh, axis)))
         elif module in VOCABULARY:
             first = min(index * len(tensor), vocabulary)
