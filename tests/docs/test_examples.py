@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.forking import PYTHON, TORCHRUN
 from tests.support.programs import clean_env, run_programs
 
 pytestmark = pytest.mark.long
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
-LARGER = [
-    EXAMPLES / f"{name}.py"
-    for name in (
-        "mixture_of_experts",
-        "ray_actors",
-        "rl_weight_sync",
-        "survive",
-        "torchtitan_meshes",
-        "two_engines",
-        "weight_sync",
-    )
-]
+NAMES = "mixture_of_experts ray_actors rl_weight_sync survive torchtitan_meshes two_engines weight_sync"
+LARGER = [EXAMPLES / f"{name}.py" for name in NAMES.split()]
 NEEDS = {
     "11_accelerate": "accelerate",
     "ray_actors": "ray",
@@ -36,34 +25,13 @@ NEEDS = {
     "torchtitan_meshes": "torchtitan",
 }
 
-RUN = """
-import sys, types
-from pgmesh.launch.processes import PRELOAD
-path, words, *PRELOAD[1:] = sys.argv[1:]
-sys.argv[:] = [path, *words.split()]
-sys.path.insert(0, path.rpartition("/")[0])
-main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
-main.__file__ = path
-with open(path, encoding="utf-8") as file:
-    program = compile(file.read(), path, "exec")
-exec(program, vars(main))
-"""
-"""Runs a file as Python does, in a process that has torch loaded. Arguments: it, its own, and modules for its ranks."""
-
-TRAINING = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"]
-"""Each rank would need seconds to import these."""
-MODULES = {"transformers": ["transformers.models.llama.modeling_llama"]}
-"""Further ones of examples that need something."""
-
 
 def run_example(folder: Path, path: Path, words: str = "") -> list[str]:
     """Run an example with these arguments, and return the lines that it prints."""
     needed = NEEDS.get(path.stem)
     if needed is not None and importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    trains = path in LARGER or re.search("^from .*(fsdp|parallel)", path.read_text(), re.MULTILINE)
-    modules = [*(TRAINING if trains else []), *MODULES.get(needed, [])]
-    ((out, _),) = run_programs(folder, RUN, str(path), words, *modules, environs=[clean_env()], deadline=180)
+    ((out, _),) = run_programs(folder, PYTHON, str(path), *words.split(), environs=[clean_env()], deadline=180)
     return out.splitlines()
 
 
@@ -89,8 +57,8 @@ def test_llama_trains_as_one_rank_and_resumes(words, tmp_path):
 
 @pytest.mark.parametrize(("stem", "needed"), NEEDS.items())
 def test_an_example_says_what_it_needs(stem, needed, tmp_path):
-    hidden = f"import sys; sys.modules[{needed!r}] = None\n{RUN}"
-    ends = run_programs(tmp_path, hidden, str(EXAMPLES / f"{stem}.py"), "", environs=[clean_env()], statuses=(1,))
+    hidden = f"import sys; sys.modules[{needed!r}] = None\n{PYTHON}"
+    ends = run_programs(tmp_path, hidden, str(EXAMPLES / f"{stem}.py"), environs=[clean_env()], statuses=(1,))
     assert ends == [("", f"this example needs {needed}: pip install {needed}\n")]
 
 
@@ -104,12 +72,10 @@ def test_the_examples_are_numbered_and_small():
         assert lines[0].startswith('"""'), path
 
 
-def test_the_demo_passes_under_torchrun():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8"]
-    command = [*torchrun, str(EXAMPLES / "train_gpt.py"), "--tied"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.strip().splitlines()
+def test_the_demo_passes_under_torchrun(tmp_path):
+    words = "8", str(EXAMPLES / "train_gpt.py"), "--tied"
+    ((out, _),) = run_programs(tmp_path, TORCHRUN, *words, environs=[clean_env()], deadline=180)
+    said = out.strip().splitlines()
     assert said[-1].startswith("PASS")
     steps = [line.strip() for line in said if line.startswith("  ")]
     assert {f"{what}: step {n} of 40" for what in ("on the mesh", "alone") for n in (10, 20, 30, 40)} <= {*steps}

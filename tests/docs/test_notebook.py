@@ -20,6 +20,8 @@ nbformat = pytest.importorskip("nbformat")
 pytestmark = pytest.mark.long
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pgmesh.parallel", "pgmesh.resharding"]
+"""What each rank would need seconds to import."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     once = [cell for cell in notebook.cells if cell.cell_type == "code"]
     notebook.cells = copy.deepcopy(once) + copy.deepcopy(once)
     folder = tmp_path_factory.mktemp("notebook")
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    first = f"--IPKernelApp.exec_lines=from pgmesh.launch import processes; processes.PRELOAD += {PRELOAD}"
+    places = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=120, resources=places, extra_arguments=[first]).execute()
     return [notebook.cells[: len(once)], notebook.cells[len(once) :]]
 
 

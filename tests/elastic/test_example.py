@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,8 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from tests.support.faults import H, beat_fast, set_flag
+from tests.support.forking import PYTHON
+from tests.support.programs import clean_env, run_programs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -126,11 +127,26 @@ def test_step_that_fails_once_is_repeated(tmp_path: Path, start: Callable[..., s
     assert sorted(lines(ranks, GOES_ON)) == sorted([*range(6)] * 2)
 
 
-def test_example_runs_unchanged():
-    command = [sys.executable, str(EXAMPLES / "elastic.py"), "--fsdp", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", done.stdout)}
+POPEN = f"""
+import subprocess
+from pgmesh.launch.processes import process_context
+from tests.support.forking import run_script
+
+def fork(command):
+    process = process_context().Process(target=run_script, args=command[1:])
+    process.start()
+    process.wait = lambda: process.join() or process.exitcode
+    return process
+
+subprocess.Popen = fork
+{PYTHON}"""
+"""Runs a file whose new processes are forked ones."""
+
+
+def test_example_runs_unchanged(tmp_path: Path):
+    words = str(EXAMPLES / "elastic.py"), "--fsdp", "2"
+    ((out, err),) = run_programs(tmp_path, POPEN, *words, environs=[clean_env()], deadline=180)
+    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", out)}
     assert losses.keys() == set(range(1, elastic.STEPS + 1))
     assert survive.greatest_difference(losses) <= survive.TOLERANCE
-    assert "Warning" not in done.stderr
+    assert "Warning" not in err

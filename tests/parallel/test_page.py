@@ -27,7 +27,7 @@ from tests.support.expert_models import expert_layer
 from tests.support.own_methods import AverageLater, Rows
 from tests.support.parallel_models import TOLERANCE, assert_same, optimizer_of, train_parallel, weights_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.programs import clean_env
+from tests.support.programs import clean_env, run_programs
 from tests.support.worlds import check_sums, groups_of, on_mesh, world
 
 ROOT = Path(__file__).parents[2]
@@ -109,42 +109,38 @@ def test_tables_have_each_level_and_schedule():
             assert (row[2] == "no") == schedule.split_backward
 
 
-def run_ranks(folder: Path, text: str, *words: str) -> str:
-    """The output of a program, started by ``words``."""
-    (folder / "train.py").write_text(text, "utf-8")
-    command = [sys.executable, *words, str(folder / "train.py")]
-    settings = {"env": clean_env(), "cwd": ROOT}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
+PROGRAM, VERIFYING = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
+LOSSES, TABLE = re.findall(r"^```console\n(?:\$ torchrun .*? train.py\n)?(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+    """The lines that the first program of the page prints under torchrun, and those of its verification after that."""
+    setup = "".join(re.findall(r"^    ((?:tensor|together) = .*\n)", PROGRAM, re.MULTILINE))
+    script = tmp_path_factory.mktemp("page") / "train.py"
+    script.write_text(f"{PROGRAM}\nmesh = ProcessGroupMesh(dp=2, tp=2, name='another')\n{setup}{VERIFYING}", "utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_env(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    lines = done.stdout.splitlines()
+    return lines[:3], lines[3:]
 
 
 @pytest.mark.long
-def test_first_program_prints_losses_of_one_process(tmp_path: Path):
-    found = r"^# Parallel methods\n.*?^```python\n(.*?)^```\n\n```console\n\$ torchrun .*? train.py\n(.*?)^```"
-    ((program, shown),) = re.findall(found, PAGE, re.MULTILINE | re.DOTALL)
-    alone = program.replace("dp=2, tp=2", "dp=1, tp=1")
-    outputs = run_ranks(tmp_path, program, *TORCHRUN), run_ranks(tmp_path, alone)
-    printed = [re.findall(r"^\d\.\d\d$", each, re.MULTILINE) for each in outputs]
-    assert printed[0] == printed[1] == shown.split()
+def test_first_program_prints_losses_of_one_process(printed: tuple[list[str], list[str]], tmp_path: Path):
+    alone = PROGRAM.replace("dp=2, tp=2", "dp=1, tp=1")
+    ((out, _),) = run_programs(tmp_path, alone, environs=[clean_env()])
+    assert printed[0] == out.splitlines() == LOSSES.splitlines()
     assert len(printed[0]) == 3
 
 
 @pytest.mark.long
-def test_verify_prints_the_table_of_the_page(tmp_path: Path):
+def test_verify_prints_the_table_of_the_page(printed: tuple[list[str], list[str]]):
     """But for the numbers, and the order of the parameters."""
-    program, call = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
-    (shown,) = re.findall(r"^```console\n(Composition.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    compose = "".join(re.findall(r"^    ((?:tensor|together) = .*\n)", program, re.MULTILINE))
-    setup = f"mesh = ProcessGroupMesh(dp=2, tp=2)\n{compose}{call}"
-    printed = run_ranks(tmp_path, program.replace("train(ProcessGroupMesh(dp=2, tp=2))", setup), *TORCHRUN)
-    title, header, *table = shown.splitlines()
-    assert printed.splitlines()[:2] == [title, header]
-    assert {line.split()[0] for line in printed.splitlines()[2:]} == {line.split()[0] for line in table}
-    assert max(float(each) for each in re.findall(r"\d\.\de[-+]\d\d", printed.partition("\n")[2])) < 1e-13
+    title, header, *table = TABLE.splitlines()
+    assert printed[1][:2] == [title, header]
+    assert {line.split()[0] for line in printed[1][2:]} == {line.split()[0] for line in table}
+    assert max(float(each) for each in re.findall(r"\d\.\de[-+]\d\d", "\n".join(printed[1][1:]))) < 1e-13
 
 
 def of_markdown() -> type[Method]:
