@@ -114,7 +114,7 @@ class Link:
         except (MismatchError, ShapeError):
             raise
         except BaseException as error:
-            self._connection.failure = f"{error}" if type(error) is RuntimeError else error_text(error)
+            self._connection.failure = error_text(error)
             self._connection.has_ended()
             if isinstance(error, (PgmeshError, RuntimeError)):
                 traceback.clear_frames(error.__traceback__)  # they keep operations alive, and so their group
