@@ -15,37 +15,14 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 
-LONGEST = (
-    "connect/test_model",
-    "elastic/test_model",
-    "groups/test_first_use",
-    "connect/test_faults",
-    "faults/test_exits",
-    "launch/test_launch",
-    "preflight/test_check",
-    "faults/test_torch_hazards",
-    "resharding/test_resharder",
-    "elastic/test_pauses",
-    "interop/test_device_mesh",
-    "elastic/test_shrink",
-    "parallel/test_verify",
-    "parallel/test_pipeline_shapes",
-    "faults/test_faults",
-    "recipes/test_recipes",
-    "test_laws",
-    "liveness/test_liveness",
-    "report/test_eight_ranks",
-    "groups/test_lifetime",
-    "resharding/test_plan",
-    "cli/test_command_line",
-    "resharding/test_faults",
-    "groups/test_groups",
-    "resharding/test_reshard",
-    "connect/test_connect",
-    "parallel/test_base",
-    "parallel/test_comparing",
-    "docs/test_readme",
-)
+LONGEST = """
+    connect/test_model elastic/test_model groups/test_first_use connect/test_faults faults/test_exits
+    launch/test_launch preflight/test_check faults/test_torch_hazards resharding/test_resharder elastic/test_pauses
+    interop/test_device_mesh elastic/test_shrink parallel/test_verify parallel/test_pipeline_shapes
+    faults/test_faults recipes/test_recipes test_laws liveness/test_liveness report/test_eight_ranks
+    groups/test_lifetime resharding/test_plan cli/test_command_line resharding/test_faults groups/test_groups
+    resharding/test_reshard connect/test_connect parallel/test_base parallel/test_comparing docs/test_readme
+"""
 """The slowest files. Files that wait alternate with files that compute; mypy runs next to the first two."""
 
 
@@ -76,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the slowest files to the front: each worker takes the next file when it has finished one."""
-    places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    places = {TESTS / f"{name}.py": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 

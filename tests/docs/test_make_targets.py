@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from tests.support.programs import run_programs
 
 ROOT = Path(__file__).parents[2]
-RUNNER = "import sys; from tests.gpu.__main__ import main; sys.exit(main([]))"
+RUNNER = "import sys; from tests.gpu.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
 def test_gpu_tests_are_skipped_without_a_gpu(tmp_path):
@@ -26,20 +25,17 @@ def test_gpu_tests_are_skipped_without_a_gpu(tmp_path):
 
 
 @pytest.mark.long
-def test_gpu_tests_pass_on_a_cpu():
-    command = [sys.executable, "-m", "tests.gpu", "-q", "-k", "one_rank or send or sharded or checkpoint"]
-    environ = {**os.environ, "PGMESH_TEST_DEVICE": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    header, _, row = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in done.stdout.splitlines()
-        if line.startswith("|")
-    ]
+def test_gpu_tests_pass_on_a_cpu(tmp_path):
+    program = f"import tests.support.worlds; from tests.support.forking import fork_server; fork_server(); {RUNNER}"
+    words = "-q", "-k", "one_rank or send or sharded or checkpoint"
+    environ = {**os.environ, "PGMESH_TEST_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    ((out, _),) = run_programs(tmp_path, program, *words, environs=[environ], deadline=300)
+    rows = [line for line in out.splitlines() if line.startswith("|")]
+    header, _, row = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
     record = dict(zip(header, row, strict=True))
     assert (record["GPU"], record["torch"], record["failed"]) == ("none", torch.__version__, "0")
     assert int(record["passed"]) >= 25
-    assert int(record["skipped"]) == len(re.findall(r"^skipped test_\w+.*: .*NCCL$", done.stdout, re.MULTILINE)) == 2
+    assert int(record["skipped"]) == len(re.findall(r"^skipped test_\w+.*: .*NCCL$", out, re.MULTILINE)) == 2
 
 
 def test_workflow_runs_each_supported_python():

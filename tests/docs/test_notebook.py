@@ -20,8 +20,7 @@ nbformat = pytest.importorskip("nbformat")
 pytestmark = pytest.mark.long
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pgmesh.parallel", "pgmesh.resharding"]
-"""What each rank would need seconds to import."""
+IMPORTS = "torch.distributed.fsdp torch.distributed.tensor.parallel pgmesh.parallel pgmesh.resharding"  # of the ranks
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +30,8 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     once = [cell for cell in notebook.cells if cell.cell_type == "code"]
     notebook.cells = copy.deepcopy(once) + copy.deepcopy(once)
     folder = tmp_path_factory.mktemp("notebook")
-    first = f"--IPKernelApp.exec_lines=from pgmesh.launch import processes; processes.PRELOAD += {PRELOAD}"
-    places = {"metadata": {"path": str(folder)}}
-    nbclient.NotebookClient(notebook, timeout=120, resources=places, extra_arguments=[first]).execute()
+    first = f"--IPKernelApp.exec_lines=from pgmesh.launch import processes; processes.PRELOAD += '{IMPORTS}'.split()"
+    nbclient.execute(notebook, str(folder), timeout=120, extra_arguments=[first])
     return [notebook.cells[: len(once)], notebook.cells[len(once) :]]
 
 

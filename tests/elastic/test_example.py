@@ -127,25 +127,10 @@ def test_step_that_fails_once_is_repeated(tmp_path: Path, start: Callable[..., s
     assert sorted(lines(ranks, GOES_ON)) == sorted([*range(6)] * 2)
 
 
-POPEN = f"""
-import subprocess
-from pgmesh.launch.processes import process_context
-from tests.support.forking import run_script
-
-def fork(command):
-    process = process_context().Process(target=run_script, args=command[1:])
-    process.start()
-    process.wait = lambda: process.join() or process.exitcode
-    return process
-
-subprocess.Popen = fork
-{PYTHON}"""
-"""Runs a file whose new processes are forked ones."""
-
-
 def test_example_runs_unchanged(tmp_path: Path):
+    program = f"import subprocess; from tests.support import forking; subprocess.Popen = forking.fork_python\n{PYTHON}"
     words = str(EXAMPLES / "elastic.py"), "--fsdp", "2"
-    ((out, err),) = run_programs(tmp_path, POPEN, *words, environs=[clean_env()], deadline=180)
+    ((out, err),) = run_programs(tmp_path, program, *words, environs=[clean_env()], deadline=180)
     losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", out)}
     assert losses.keys() == set(range(1, elastic.STEPS + 1))
     assert survive.greatest_difference(losses) <= survive.TOLERANCE

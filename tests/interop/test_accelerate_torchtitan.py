@@ -56,12 +56,7 @@ def test_accelerate_would_make_the_same_device_mesh(sizes: dict[str, int]):
 
 @needs("torchtitan")
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2},
-        {"pp": 2, "dp_shard": 2, "cp": 2, "ep": 2},
-    ],
-    ids=str,
+    "sizes", [{"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "cp": 2, "ep": 2}], ids=str
 )
 def test_torchtitan_meshes_hold_the_same_ranks(sizes: dict[str, int]):
     """And there are fewer groups: of the same ranks, one."""

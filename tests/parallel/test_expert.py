@@ -28,11 +28,7 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums di
 
 @pytest.mark.parametrize(
     ("sizes", "over", "stacked"),
-    [
-        ({"ep": 4}, ["ep"], True),
-        ({"edp": 2, "ep": 2}, ["edp", "ep"], False),
-        ({"same": 2, "ep": 2}, ["ep"], False),
-    ],
+    [({"ep": 4}, ["ep"], True), ({"edp": 2, "ep": 2}, ["edp", "ep"], False), ({"same": 2, "ep": 2}, ["ep"], False)],
     ids=str,
 )
 @on_ranks(4)

@@ -114,7 +114,7 @@ LOSSES, TABLE = re.findall(r"^```console\n(?:\$ torchrun .*? train.py\n)?(.*?)^`
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The lines that the first program of the page prints under torchrun, and those of its verification after that."""
     setup = "".join(re.findall(r"^    ((?:tensor|together) = .*\n)", PROGRAM, re.MULTILINE))
     script = tmp_path_factory.mktemp("page") / "train.py"
@@ -122,25 +122,24 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[s
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean_env(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    return lines[:3], lines[3:]
+    return done.stdout.splitlines()
 
 
 @pytest.mark.long
-def test_first_program_prints_losses_of_one_process(printed: tuple[list[str], list[str]], tmp_path: Path):
+def test_first_program_prints_losses_of_one_process(printed: list[str], tmp_path: Path):
     alone = PROGRAM.replace("dp=2, tp=2", "dp=1, tp=1")
     ((out, _),) = run_programs(tmp_path, alone, environs=[clean_env()])
-    assert printed[0] == out.splitlines() == LOSSES.splitlines()
-    assert len(printed[0]) == 3
+    assert printed[:3] == out.splitlines() == LOSSES.splitlines()
+    assert len(out.splitlines()) == 3
 
 
 @pytest.mark.long
-def test_verify_prints_the_table_of_the_page(printed: tuple[list[str], list[str]]):
+def test_verify_prints_the_table_of_the_page(printed: list[str]):
     """But for the numbers, and the order of the parameters."""
     title, header, *table = TABLE.splitlines()
-    assert printed[1][:2] == [title, header]
-    assert {line.split()[0] for line in printed[1][2:]} == {line.split()[0] for line in table}
-    assert max(float(each) for each in re.findall(r"\d\.\de[-+]\d\d", "\n".join(printed[1][1:]))) < 1e-13
+    assert printed[3:5] == [title, header]
+    assert {line.split()[0] for line in printed[5:]} == {line.split()[0] for line in table}
+    assert max(float(each) for each in re.findall(r"\d\.\de[-+]\d\d", "\n".join(printed[4:]))) < 1e-13
 
 
 def of_markdown() -> type[Method]:

@@ -147,10 +147,7 @@ def pieces(arrangement: Arrangement) -> dict[int, list[tuple[int, ...]]]:
 
 def test_semantics_9_hybrid_context_has_powers_of_two():
     found = pieces(plan(16, tp=2, cp=4, hybrid_cp=True))
-    assert {size: lists[:2] for size, lists in found.items()} == {
-        2: [(0, 2), (1, 3)],
-        4: [(0, 2, 4, 6), (1, 3, 5, 7)],
-    }
+    assert {size: lists[:2] for size, lists in found.items()} == {2: [(0, 2), (1, 3)], 4: [(0, 2, 4, 6), (1, 3, 5, 7)]}
     assert [*pieces(plan(64, cp=2, hybrid_cp=True))] == [2, 4, 8, 16, 32]
     assert pieces(plan(4, tp=2, hybrid_cp=True)) == pieces(plan(8, tp=8, hybrid_cp=True)) == {}
     assert pieces(plan(16, tp=2, cp=2, order="cp-tp-dp-pp", hybrid_cp=True))[4][0] == (0, 1, 4, 5)

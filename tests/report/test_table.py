@@ -27,9 +27,7 @@ def status(rank: int, sent: float = 0.0, **more: Any) -> RankStatus:
 
 
 def report_of(
-    *statuses: RankStatus,
-    ended: tuple[int, ...] = (),
-    between: Callable[[MemoryClient], object] = lambda client: None,
+    *statuses: RankStatus, ended: tuple[int, ...] = (), between: Callable[[MemoryClient], object] = lambda client: None
 ) -> Report:
     client = MemoryClient(0, {status_key(each.pid - 4000): each.pack().encode() for each in statuses})
 

@@ -1,34 +1,36 @@
-"""Programs whose own processes are forked from what they have imported, since new interpreters need seconds for torch.
-
-``run_programs`` of ``programs.py`` runs them.
-"""
+"""Programs whose processes are forked from what they have imported, for ``run_programs``."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import multiprocessing.forkserver
 import os
 import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
+
+from pgmesh.launch.processes import PRELOAD, process_context
 
 
 def fork_server() -> None:
     """Start this process's fork server as a fork of it, with all that is imported: a new one would need seconds."""
 
     def fork(_: str, words: list[str], kept: list[int]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            server.__init__()  # its lock is held
-            for low, high in itertools.pairwise([2, *sorted(kept), 4096]):
-                os.closerange(low + 1, high)
-            try:
-                exec(words[-1])
-            finally:
-                os._exit(0)
-        return pid
+        if pid := os.fork():
+            return pid
+        server.__init__()  # its lock is held
+        for low, high in itertools.pairwise([2, *sorted(kept), 4096]):
+            os.closerange(low + 1, high)
+        try:
+            exec(words[-1])
+        finally:
+            os._exit(0)
 
+    for name in PRELOAD:
+        importlib.import_module(name)
     server = multiprocessing.forkserver._forkserver
     with mock.patch("multiprocessing.util.spawnv_passfds", fork):
         server.ensure_running()
@@ -45,6 +47,14 @@ def run_script(path: str, *words: str) -> None:
     except SystemExit as end:
         if end.code:
             raise
+
+
+def fork_python(command: list[str]) -> BaseProcess:
+    """What ``subprocess.Popen`` does for a command that starts with Python, as far as waiting for its end."""
+    process = process_context().Process(target=run_script, args=command[1:])
+    process.start()
+    process.wait = lambda: process.join() or process.exitcode
+    return process
 
 
 PYTHON = """

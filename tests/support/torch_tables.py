@@ -18,15 +18,7 @@ from pgmesh.groups.world import current_world
 
 c10d: Any = _c10d
 
-TABLES = (
-    "pg_map",
-    "pg_names",
-    "pg_group_ranks",
-    "pg_backend_config",
-    "pg_to_tag",
-    "tags_to_pg",
-    "pg_coalesce_state",
-)
+TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
