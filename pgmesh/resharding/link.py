@@ -6,7 +6,9 @@ import hashlib
 import pickle
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +29,16 @@ from pgmesh.resharding.connection import connect
 from pgmesh.resharding.plan import layout_of
 
 T = TypeVar("T")
+
+
+POLL_SECONDS = 0.5
+"""The interval at which a rank that communicates looks whether another one has aborted the connection."""
+
+JOIN_SECONDS = 2.0
+"""The longest wait for operations to end after their connections were shut down.
+
+Gloo does not end each of them. Without a connection, those that hang do not write into their tensors.
+"""
 
 
 class Link:
@@ -101,21 +113,31 @@ class Link:
     def run(self, act: Callable[[], T]) -> T:
         """The result of a function that communicates. Each of its operations has the timeout.
 
+        It runs in a thread: an operation that has half a message would not end before its timeout.
+
         Raises:
             LifetimeError: another rank has aborted the connection, or it took too long, or the backend failed.
             MismatchError, ShapeError: as the function raises it, on all ranks. The connection is kept.
             MissingRanksError: ranks were lost. The message has the status of each.
             BaseException: what the function raises.
         """
+        future: Future[T] = Future()
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        thread = Thread(target=self._run_in_thread, args=(act, future, gpu), daemon=True)
         try:
             self._group = self._connection.group
-            with torch.inference_mode():  # only there it may write a target that was made in it
-                return act()
+            _synchronize(gpu)
+            thread.start()
+            while not wait([future], POLL_SECONDS).done:
+                self.check()
+            return future.result()
         except (MismatchError, ShapeError):
             raise
         except BaseException as error:
             self._connection.failure = error_text(error)
             self._connection.has_ended()
+            if thread.ident:  # it was started
+                thread.join(JOIN_SECONDS)
             if isinstance(error, (PgmeshError, RuntimeError)):
                 traceback.clear_frames(error.__traceback__)  # they keep operations alive, and so their group
                 raise self._connection.explain(error, CallClient(self._world, 0.0), self.label) from None
@@ -123,9 +145,25 @@ class Link:
         finally:
             self._group = None
 
+    def _run_in_thread(self, act: Callable[[], T], future: Future[T], gpu: int | None) -> None:
+        try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            with torch.inference_mode():  # only there it may write a target that was made in it
+                result = act()
+            _synchronize(gpu)
+            future.set_result(result)
+        except BaseException as error:
+            future.set_exception(error)
+
+    def check(self) -> None:
+        """Raise LifetimeError if the connection was aborted, here or on another rank."""
+        self._connection.check(self.label)
+
     def wait(self, work: Any) -> None:
         """Wait for an operation, for the timeout at most."""
         work.wait(timedelta(seconds=self.seconds))
+        self.check()  # after a failure, a thread that comes late does not write
 
     def barrier(self) -> None:
         """Wait until all ranks have come to this."""
@@ -159,6 +197,12 @@ class Link:
     def _bytes(self, data: bytes) -> torch.Tensor:
         """A vector of bytes on the device of the collectives."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+def _synchronize(gpu: int | None) -> None:
+    """Wait until a GPU is done: the thread of a transfer and its caller have streams of their own."""
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)
 
 
 def _describe(side: ProcessGroupMesh | Layout) -> str:
