@@ -85,8 +85,7 @@ def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Ten
     _check(link, name, tensor)
     if shard.is_meta:
         raise ShapeError(f"{name} is on the meta device, where a tensor has no values.")
-    values = sample(shard) if side == "source" else []
-    entry = Entry(side, name, tuple(tensor.shape), tensor.dtype)
+    entry, sampled = Entry(side, name, tuple(tensor.shape), tensor.dtype), [shard]
     if sharding is not None:
         layout, box = sharding.layout, sharding.box and sharding.box.region
         expected = shape_of(sharding.region_of(link.rank)) if link.rank in layout else [*shard.shape]
@@ -94,7 +93,9 @@ def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Ten
             raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
         entry = entry._replace(mesh=(layout.shape, layout.ranks()), placements=tuple(sharding.placements), box=box)
         if sharding.sharded:
-            values = values[:1] if link.rank in layout and not any(sharding.part_of(link.rank)) else []
+            has_first = link.rank in layout and not any(sharding.part_of(link.rank))
+            sampled = [shard[(slice(1),) * shard.dim()]] if has_first else []
+    values = [value for each in sampled for value in sample(each)] if side == "source" else []
     return entry._replace(values=digest(values)) if values else entry
 
 
@@ -215,13 +216,14 @@ def _lost_ties(name: str, tables: Tables) -> Iterator[str]:
         yield f"{name}: one tensor in the target, and two in the source on {name_ranks(sorted(apart))}"
 
 
-def _values_of(entries: Mapping[Entry, Sequence[int]]) -> dict[Any, dict[int, Sequence[int]]]:
+def _values_of(entries: Mapping[Entry, Sequence[int]]) -> dict[str, dict[int, list[int]]]:
     """By what was sampled of a tensor, each digest with its ranks."""
-    found: dict[Any, dict[int, Sequence[int]]] = {}
+    found: dict[str, dict[int, list[int]]] = {}
     for entry, ranks in entries.items():
         if entry.values:
-            part = "whole" if entry.box is None else text_of(entry.box)
-            found.setdefault("its first element" if any(entry.placements) else part, {})[entry.values] = ranks
+            whole = "whole" if entry.box is None else text_of(entry.box)
+            digests = found.setdefault("its first element" if any(entry.placements) else whole, {})
+            digests.setdefault(entry.values, []).extend(ranks)
     return found
 
 

@@ -13,6 +13,7 @@ Where elements are in the shards is computed once: in a model of 256 MB, this wo
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections import deque
@@ -38,7 +39,6 @@ MESSAGES = 4
 ALIGNMENT = 16
 """Buffers begin at multiples of the largest element, in bytes."""
 
-
 Slices = tuple[slice, ...]
 """A box of a tensor, as it is indexed by."""
 
@@ -49,7 +49,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """Elements to write or read, and the same ones elsewhere."""
 
 
-class Job(NamedTuple):
+@dataclass(eq=False)
+class Job:
     """One tensor to move, as one rank sees it.
 
     Args:
@@ -62,10 +63,11 @@ class Job(NamedTuple):
     dtype: torch.dtype
     plan: RankPlan
 
-    def copies(self) -> Iterator[tuple[Slices, Slices]]:
+    @functools.cached_property
+    def copies(self) -> list[tuple[Slices, Slices]]:
         """What this rank holds already: each box in its shard of the source, and in that of the target."""
         held, wanted, copied = self.plan.held or (), self.plan.wanted or (), self.plan.copied
-        return zip(boxes(held, copied), boxes(wanted, copied)) if copied is not None else iter(())
+        return [] if copied is None else [*zip(boxes(held, copied), boxes(wanted, copied))]
 
 
 class Piece(NamedTuple):
@@ -208,7 +210,7 @@ def move(
         else:
             started.append((link.receive(message.peer, values), views))
     for job in jobs:
-        for old, new in job.copies():
+        for old, new in job.copies:
             target[job.name][new].copy_(source[job.name][old])
     finish(0)
     link.barrier()  # now the target is whole on all ranks
