@@ -17,7 +17,7 @@ import pgmesh
 from pgmesh import ProcessGroupMesh
 from tests.support import golden_files
 from tests.support.fake_world import fake_rank
-from tests.support.programs import run_ranks
+from tests.support.programs import run_ranks, script_of
 
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about torch 2.13")
 
@@ -72,12 +72,10 @@ def test_both_columns_give_their_values(row: list[str]):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", [0, 1], ids=["before", "after"])
-def test_both_scripts_print_what_the_page_shows(tmp_path: Path, program: int):
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    script = "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("+-"[program]))
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_both_scripts_print_what_the_page_shows(tmp_path: Path, before: bool):
     (shown,) = re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert run_ranks(tmp_path, script, 8) == shown
+    assert run_ranks(tmp_path, script_of("device_mesh", before=before), 8) == shown
 
 
 def test_page_has_each_public_name_of_device_mesh():

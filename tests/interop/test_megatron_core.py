@@ -160,12 +160,9 @@ def test_failed_group_fills_nothing(state: Any, spoilt: dict[str, Any]):
 
 @pytest.mark.usefixtures("state")
 def test_scripts_of_page_print_the_same():
-    before, after = (
-        script_of("megatron", before=each)
-        .replace('dist.init_process_group("gloo")', "")  # the fake world is there, and has no Gloo
-        .replace("expert_model_parallel_size=2", "expert_model_parallel_size=2, create_gloo_process_groups=False")
-        for each in (True, False)
-    )
+    before, after = script_of("megatron", before=True), script_of("megatron")
+    before = before.replace('dist.init_process_group("gloo")', "")  # the fake world is there, and has no Gloo
+    before = before.replace("parallel_size=2)", "parallel_size=2, create_gloo_process_groups=False)")
     for rank in range(8):
         with fake_rank(rank, 8, dist.HashStore()):  # where a sum is that of one rank
             assert said_by(before) == said_by(after) == f"{rank ^ 4} {2.0**rank}\n"

@@ -361,6 +361,11 @@ def test_part_of_another_shape_or_rank_is_refused():
     whole = {"w": torch.ones(8, 2)}
     with pytest.raises(ShapeError, match=r"the local shard of w is \(3, 2\), not \(8, 2\)"):
         Resharder(Layout(1), Layout(1), source=whole, target={"w": Placed(torch.zeros(3, 2), (8, 2), Layout(1))})
+    target = {"w": Placed(torch.zeros(8, 2), (8, 2), Layout(1))}
+    sync = Resharder(Layout(1), Layout(1), source=whole, target=target)
+    target["w"] = Placed(torch.zeros(9, 2), (8, 2), Layout(1))
+    with pytest.raises(MismatchError, match="other tensors than planned"):
+        sync()
     target = {"w": Placed(torch.zeros(8, 2), (8, 2), Layout(1, ranks=[1]))}
     with pytest.raises(MembershipError, match="rank 0 passed a part of w, but is not in its mesh"):
         Resharder(Layout(1), Layout(1), source=whole, target=target)

@@ -299,10 +299,11 @@ def test_mismatches_are_listed_before_a_byte_moves():
 
 @on_ranks(4)
 def test_target_made_in_inference_mode_is_written():
-    """One that is staged, and one with the name of an argument."""
+    """One that is staged, and one with the name of an argument. Rank 0 has the ranks of the source in another order."""
     with torch.inference_mode():
         target = {"w": torch.zeros(6, 4).T, "float8": torch.zeros(3)}
-    resharder({"w": torch.ones(4, 6), "float8": torch.ones(3)}, target)()
+    trainer = Layout(2, ranks=[0, 1] if dist.get_rank() else [1, 0])
+    resharder({"w": torch.ones(4, 6), "float8": torch.ones(3)}, target, trainer)()
     assert dist.get_rank() < 2 or [each.min() for each in target.values()] == [1, 1]
 
 
