@@ -17,7 +17,7 @@ from tests.support.jobs import Job, running_job
 from tests.support.programs import send_signal
 
 PROGRAM = """
-import sys, threading, time
+import multiprocessing, sys, threading, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -33,7 +33,7 @@ class Rows(Dataset):
     def __len__(self):
         return 4
     def __getitem__(self, row):
-        time.sleep(1000)
+        multiprocessing.parent_process().join()
 
 def load():
     next(iter(DataLoader(Rows(), num_workers=1, multiprocessing_context="fork")))
