@@ -7,7 +7,6 @@ import pickle
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -80,10 +79,12 @@ class Link:
         """The device of the collectives."""
         self._index_of = {rank: index for index, rank in enumerate(ranks)}
         self._group: Any = None  # while it communicates: a look-up for each message takes longer than to start it
-        self.seconds = to_timedelta(timeout).total_seconds()
+        self._timeout = to_timedelta(timeout)
         join_aborts(world)
         sides = [tuple(sorted(each)) for each in self.sides.values()]  # other ranks may have them in another order
-        self._connection = connect(sides, ranks, CallClient(world, self.seconds), self._user_meshes, self.label)
+        self._connection = connect(
+            sides, ranks, CallClient(world, self._timeout.total_seconds()), self._user_meshes, self.label
+        )
 
     def check_world(self, mesh: ProcessGroupMesh | Layout) -> None:
         """Raise MembershipError if a mesh is in another world than the ranks of the link."""
@@ -104,7 +105,7 @@ class Link:
         """
         if self._connection.has_ended():
             raise LifetimeError(f"{self._connection.why_ended(self.label)}. Create a new Resharder on all ranks.")
-        client = CallClient(self._world, self.seconds)
+        client = CallClient(self._world, self._timeout.total_seconds())
         self._connection.meet(self._connection.calls, call, client, self.label, **arguments)
         return self._connection.calls.number
 
@@ -162,7 +163,7 @@ class Link:
 
     def wait(self, work: Any) -> None:
         """Wait for an operation, for the timeout at most."""
-        work.wait(timedelta(seconds=self.seconds))
+        work.wait(self._timeout)
         self.check()  # after a failure, a thread that comes late does not write
 
     def barrier(self) -> None:

@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "why_does_it_hang.md").read_text(en
 TABLE, MISMATCH = re.findall(r"^```console\n\$ .*?\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 BEGIN = """
-import sys, time
+import multiprocessing, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -38,7 +38,7 @@ class Rows(Dataset):
     def __len__(self):
         return 1
     def __getitem__(self, row):
-        time.sleep(1000)
+        multiprocessing.parent_process().join()
 
 def load():
     next(iter(DataLoader(Rows(), num_workers=1, multiprocessing_context="fork")))
