@@ -265,10 +265,11 @@ def device_types(group: Any) -> list[torch.device]:
 def timeout_of(group: Any) -> timedelta | None:
     """The timeout of a group's collectives, where its backend has one."""
     for device in group._device_types:
-        with contextlib.suppress(AttributeError, RuntimeError):
+        with contextlib.suppress(RuntimeError):
             backend = group._get_backend(device)
-            timeout: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
-            return timeout
+            options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)
+            if timeout := getattr(options, "_timeout", None):
+                return timeout  # type: ignore[no-any-return]
     return None
 
 

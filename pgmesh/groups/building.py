@@ -6,7 +6,7 @@ A group of the first kind is built directly, not split from the world's communic
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,34 +20,10 @@ from pgmesh.groups.backends import CONSTRUCTORS, GLOO, backends_of, new_gloo
 from pgmesh.groups.connecting import GroupStore
 from pgmesh.groups.default_world import world_rank_and_size
 from pgmesh.groups.group import Group
-from pgmesh.groups.naming import Fingerprint
 from pgmesh.groups.world import World
-from pgmesh.options import GroupOptions
 
 _DEBUGGED = (GLOO, "nccl")
 """The backends that torch checks with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
-
-
-def set_options(
-    group: Group, mesh: Fingerprint, options: GroupOptions, default: GroupOptions, differing: Mapping[str, Any]
-) -> None:
-    """Set the options of a group that is about to be made, and its fingerprint.
-
-    Args:
-        mesh: the fingerprint of its mesh, with the default options.
-        differing: the options of the call that differ from those configured.
-    """
-    group.options, group.fingerprint = options, None
-    backends = backends_of(options.backend)
-    if len(group.ranks) > 1 and backends.by_members and not backends.fake:
-        asked_for = ", ".join(f"{name}={value!r}" for name, value in differing.items())
-        subject = f"{group.label} (asked for with {asked_for})" if differing else group.label
-        hint = (
-            "Create the same mesh on all ranks, configure its axes with the same options, and pass the same options "
-            "in calls. Give different meshes different names."
-        )
-        fields = mesh.fields if options is default else {**mesh.fields, **options.given}
-        group.fingerprint = Fingerprint(mesh.rank, fields, subject, hint)
 
 
 def make_by_members(group: Group, key: str, world: World) -> None:

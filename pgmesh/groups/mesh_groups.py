@@ -199,8 +199,10 @@ class MeshGroups:
             if options is not self.world.options:
                 check_supported(options, group.label)
             self.world.keep(self)
-            building.set_options(group, self.fingerprint, options, self.world.options, differing)
-            if backends_of(options.backend).by_members:
+            group.options, group.fingerprint, backends = options, None, backends_of(options.backend)
+            if len(group.ranks) > 1 and backends.by_members and not backends.fake:
+                group.fingerprint = self._fingerprint_of(group, differing)
+            if backends.by_members:
                 building.make_by_members(group, self.key, self.world)
             else:
                 self._check_default("new_group")
@@ -209,6 +211,16 @@ class MeshGroups:
             if not self.made():
                 self.world.with_groups.pop(self, None)  # a mesh without groups does not block its successor
             raise
+
+    def _fingerprint_of(self, group: Group, differing: Mapping[str, Any]) -> Fingerprint:
+        """The fingerprint of a group on this rank."""
+        asked_for = ", ".join(f"{name}={value!r}" for name, value in differing.items())
+        subject = f"{group.label} (asked for with {asked_for})" if differing else group.label
+        hint = (
+            "Create the same mesh on all ranks, configure its axes with the same options, and pass the same options "
+            "in calls. Give different meshes different names."
+        )
+        return Fingerprint(self.rank, {**self.fingerprint.fields, **group.options.given}, subject, hint)
 
     # -- options ------------------------------------------------------------------------------------------------
 

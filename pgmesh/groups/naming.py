@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from array import array
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,7 +60,7 @@ def encode_ranks(ranks: range | tuple[int, ...]) -> str:
     """Encode ordered ranks: "0-7", "1-7:2", or a digest."""
     straight = as_range(ranks)
     if straight is None:
-        return hashlib.blake2b(array("q", ranks), digest_size=8).hexdigest()
+        return hashlib.blake2b(struct.pack(f"{len(ranks)}q", *ranks), digest_size=8).hexdigest()
     return f"{straight[0]}-{straight[-1]}" + (f":{straight.step}" if straight.step != 1 and len(straight) > 1 else "")
 
 

@@ -64,6 +64,9 @@ class Method:
     ``compose`` a method knows its own axes only: it averages gradients along no others, and compares neither initial
     weights nor inputs of ranks.
 
+    A class may have ``level``, its place in the order in which methods are applied, if that does not follow from
+    ``differs``; and ``averages_later = True``, if it averages weights at some optimizer steps, not gradients in each.
+
     Args:
         mesh: the mesh, or a view or slice of it.
         axes: the axes that the method owns. No other method may split work along them.

@@ -204,8 +204,8 @@ def one_dies(folder: Path, moment: str) -> tuple[Attempt, float]:
     return failed, failed.end - read_result(folder, "died")[0]
 
 
-@pytest.mark.fault("a member dies before arriving (L)")
-@pytest.mark.fault("a member dies in the first collective")
+@pytest.mark.fault("a member dies before arriving in `connect` (L)")
+@pytest.mark.fault("a member dies before or in the first collective")
 @pytest.mark.parametrize("moment", ["before arriving", "before", "in"])
 def test_rank_killed_during_connect_is_named(tmp_path: Path, moment: str):
     """If it dies right after it began, the collective may have been done on some or on all."""

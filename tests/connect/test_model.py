@@ -41,7 +41,7 @@ def test_ranks_connect_in_one_call_after_a_circle():
     explore(KNOT, Faults(warns=True))
 
 
-@pytest.mark.fault("a member dies before arriving (L)")
+@pytest.mark.fault("a member dies before arriving in `connect` (L)")
 def test_rank_may_die_at_any_step():
     explore((at_once(AB), at_once(AB)), Faults(crashes=1, long_times=2))
 

@@ -44,7 +44,7 @@ def test_made_attempt_deletes_keys_of_the_one_before():
     }
 
 
-@pytest.mark.fault("a member dies before arriving (L)")
+@pytest.mark.fault("a member dies before arriving in `connect` (L)")
 @pytest.mark.parametrize("late", [range(2, 4), range(2, 60)])
 def test_member_that_dies_after_it_arrived_is_named(late: range):
     """A rank that has not begun is waited for. The one that died is named before the many that are late."""

@@ -207,7 +207,7 @@ def die_in_a_first_collective(folder: Path) -> Attempt:
     return failed
 
 
-@pytest.mark.fault("a member dies in the first collective")
+@pytest.mark.fault("a member dies before or in the first collective")
 def test_plain_first_collective_raises_if_a_member_died(tmp_path: Path):
     with fresh_world(3) as own:
         seen = results(own.outcomes(die_in_a_first_collective, tmp_path), 2)
