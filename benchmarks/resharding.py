@@ -209,9 +209,9 @@ def bare(source: Side, target: Side) -> Callable[[], Any]:
         sides = (source.mesh, source.placements(name), target.mesh, target.placements(name))
         plan = ReshardPlan(shape, *sides).of(dist.get_rank())
         for part in plan.sends:
-            sent[part.peer] += 4 * (part.stop - part.start)
+            sent[part.peer] += 4 * part.size
         for part in plan.receives:
-            received[part.peer] += 4 * (part.stop - part.start)
+            received[part.peer] += 4 * part.size
         held += 4 * size_of(plan.copied or ((),))
     copied, copy = (torch.ones(held, dtype=torch.uint8) for _ in range(2))
     buffers = [

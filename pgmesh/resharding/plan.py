@@ -16,25 +16,21 @@ from typing import Any, NamedTuple
 
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Layout
-from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, size_of
+from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, size_of, split
 
 
 class Transfer(NamedTuple):
-    """Elements that one rank sends to another: ``start`` to ``stop`` of a region in row-major order."""
+    """Elements that one rank sends to another."""
 
     peer: int
     """The other rank."""
     region: Region
     """A part of the whole tensor: its intervals along each dimension."""
-    start: int
-    """The first element of the region that is sent."""
-    stop: int
-    """The first element after it that is not sent."""
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self.stop - self.start
+        return size_of(self.region)
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ class ReshardPlan:
         """The plan of one rank: the elements that it sends, receives and copies.
 
         >>> ReshardPlan((8,), Layout(2), [0], Layout(2, ranks=[1, 2]), [0]).of(1).receives
-        (Transfer(peer=0, region=(((0, 4),),), start=0, stop=4),)
+        (Transfer(peer=0, region=(((0, 4),),)),)
         """
         mine, held, sends = None, None, list[Transfer]()
         if rank in self.source.layout:
@@ -189,14 +185,9 @@ class ReshardPlan:
         else:
             (senders, takers), slot = served.by_all, self._slot(rank, part) or 0
             turn = slot - bisect.bisect(served.holding, slot)
-        each_by, row = max(len(senders) // takers, 1), size_of(overlap[1:])
-        rows = size_of(overlap) // row
-        if rows < each_by:
-            rows, row = rows * row, 1
-        for i in range(each_by):
-            start, stop = rows * i // each_by * row, rows * (i + 1) // each_by * row
-            if start < stop:
-                yield Transfer(senders[(turn * each_by + i) % len(senders)], overlap, start, stop)
+        each_by = max(len(senders) // takers, 1)
+        for i, share in enumerate(split(overlap, each_by)):
+            yield Transfer(senders[(turn * each_by + i) % len(senders)], share)
 
     def _served_of(self, part: Part) -> Served:
         """The replicas that serve the takers of a part of the source, the same on all ranks."""

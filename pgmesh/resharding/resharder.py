@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.descriptions import Tables, describe, describe_memory, exchange, sharding_of
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.placed import Placed, do_overlap
+from pgmesh.resharding.placed import do_overlap
 from pgmesh.resharding.plan import ReshardPlan
 from pgmesh.resharding.sharding import Placements, Sharding, by_axis, shape_of
 from pgmesh.resharding.states import (
@@ -219,15 +218,23 @@ def reshard(
         texts = [f"{shape} and {dtype} on {name_ranks(sorted(ranks))}" for (shape, dtype), ranks in forms.items()]
         raise MismatchError(f"the ranks' tensors differ: {', '.join(texts) or 'no rank has passed one'}.")
     ((shape, dtype),) = forms
-    sharding = Sharding(shape, layout, placements)
-    held = {} if tensor is None else {"tensor": tensor}
-    wanted: dict[str, AnyTensor] = {}
+    sharding, result = Sharding(shape, layout, placements), None
+    held: dict[str, AnyTensor] = {} if tensor is None else {"tensor": tensor}
     if link.rank in layout:
         device = link.device if tensor is None else locals_of(held)["tensor"].device
-        result = torch.empty(shape_of(sharding.region_of(link.rank)), dtype=dtype, device=device)
-        wanted["tensor"] = Placed(result, shape, target_mesh, placements)
+        shard = torch.empty(shape_of(sharding.region_of(link.rank)), dtype=dtype, device=device)
+        whole = torch.empty(shape, device="meta")
+        result = DTensor.from_local(
+            shard,
+            target_mesh.device_mesh(),
+            [_to_placement(each) for each in by_axis(layout, placements)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+    wanted = {} if result is None else {"tensor": result}
     Resharder(source, target_mesh, source=held, target=wanted, float8=True, timeout=timeout)()
-    return _dtensor(result, shape, target_mesh, placements) if wanted else None
+    return result
 
 
 def plan_jobs(link: Link, tables: Tables) -> list[Job]:
@@ -253,13 +260,6 @@ def plan_jobs(link: Link, tables: Tables) -> list[Job]:
     return sorted((Job(name, dtype, mine[plan]) for name, dtype, plan in planned), key=lambda job: str(job.dtype))
 
 
-def _dtensor(shard: torch.Tensor, shape: Sequence[int], mesh: ProcessGroupMesh, placements: Placements) -> DTensor:
-    """The DTensor of a local shard of a tensor of this shape."""
-    found = [
-        Replicate() if each is None else each if isinstance(each, Placement) else Shard(int(each))
-        for each in by_axis(mesh.layout, placements)
-    ]
-    whole = torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        shard, mesh.device_mesh(), found, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+def _to_placement(given: Any) -> Placement:
+    """A placement of DTensor; None means replicated, and a number the dimension to shard."""
+    return Replicate() if given is None else given if isinstance(given, Placement) else Shard(int(given))

@@ -78,6 +78,23 @@ def overlaps(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[int, in
             j += 1
 
 
+def split(region: Region, n: int) -> Iterator[Region]:
+    """At most n parts of a region, about equal, each of elements that are consecutive as far as possible.
+
+    >>> [*split((((0, 1),), ((4, 8),)), 2)], len([*split((((0, 2),), ((0, 9),)), 8)])
+    ([(((0, 1),), ((4, 6),)), (((0, 1),), ((6, 8),))], 8)
+    """
+    sizes = shape_of(region)
+    axis = next((axis for axis, size in enumerate(sizes) if size > 1), None)
+    if n <= 1 or axis is None:
+        yield region
+        return
+    count = min(n, sizes[axis])
+    for i in range(count):
+        indices = indices_at(region[axis], [(sizes[axis] * i // count, sizes[axis] * (i + 1) // count)])
+        yield from split((*region[:axis], indices, *region[axis + 1 :]), n // count)
+
+
 def intersect(one: Intervals, other: Intervals) -> Intervals:
     """The indices in both."""
     return tuple((start, stop) for _, _, start, stop in overlaps(one, other))

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.plan import RankPlan, Transfer
-from pgmesh.resharding.sharding import Region, indices_at, positions, size_of
+from pgmesh.resharding.plan import RankPlan
+from pgmesh.resharding.sharding import Region, positions, size_of, split
 
 SMALL = 1 << 18
 """Smaller parts for one rank go together in one message: a message costs more than the copies. In bytes."""
@@ -104,13 +104,12 @@ class Message:
     pieces: list[Piece] = field(default_factory=list)
     size: int = 0
 
-    def add(self, job: Job, part: Transfer) -> None:
+    def add(self, job: Job, part: Region) -> None:
         """Add a part of a tensor at the end."""
         shard = (job.plan.held if self.is_sent else job.plan.wanted) or ()
-        for block in blocks(part.region, part.start, part.stop):
-            for box in boxes(shard, block):
-                self.pieces.append(Piece(job.name, box, math.prod(each.stop - each.start for each in box)))
-        self.size += part.size * job.dtype.itemsize
+        for box in boxes(shard, part):
+            self.pieces.append(Piece(job.name, box, math.prod(each.stop - each.start for each in box)))
+        self.size += size_of(part) * job.dtype.itemsize
 
     def direct(self, shards: Shards, device: torch.device) -> torch.Tensor | None:
         """Its elements in the memory of a shard; None if they have to be staged."""
@@ -137,12 +136,12 @@ def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
     most = max(staging_bytes // MESSAGES, ALIGNMENT)
     messages: list[Message] = []
     growing: dict[tuple[bool, int, torch.dtype], Message] = {}  # with small parts, and room for more
-    for numbers, (job, is_sent, part) in _parts_of(jobs, most):
-        size, key = part.size * job.dtype.itemsize, (is_sent, part.peer, job.dtype)
+    for numbers, (job, is_sent, peer, part) in _parts_of(jobs, most):
+        size, key = size_of(part) * job.dtype.itemsize, (is_sent, peer, job.dtype)
         message = growing.get(key)
         if message is None or size >= SMALL or message.size + size > most:
-            ends = (job.plan.rank, part.peer) if is_sent else (part.peer, job.plan.rank)
-            message = Message((*numbers, *ends, part.start), *key)
+            ends = (job.plan.rank, peer) if is_sent else (peer, job.plan.rank)
+            message = Message((*numbers, *ends), *key)
             messages.append(message)
             if size < SMALL:
                 growing[key] = message
@@ -150,16 +149,22 @@ def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
     return sorted(messages, key=lambda each: each.order)
 
 
-def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int], tuple[Job, bool, Transfer]]]:
+def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int], tuple[Job, bool, int, Region]]]:
     """The transfers of jobs in parts of at most so many bytes. Before each, the numbers of its job and of the part."""
     for number, job in enumerate(jobs):
         for is_sent, transfers in ((True, job.plan.sends), (False, job.plan.receives)):
-            for each in transfers:
-                step, row = most // job.dtype.itemsize, size_of(each.region[1:])
-                step -= step % row if step > row else 0  # whole rows are one box
-                for i, start in enumerate(range(each.start, each.stop, step)):
-                    part = each._replace(start=start, stop=min(start + step, each.stop))
-                    yield (number, i), (job, is_sent, part)
+            for peer, region in transfers:
+                for i, part in enumerate(_limited(region, most // job.dtype.itemsize)):
+                    yield (number, i), (job, is_sent, peer, part)
+
+
+def _limited(region: Region, most: int) -> Iterator[Region]:
+    """A region in parts of at most so many elements."""
+    if (size := size_of(region)) <= most:
+        yield region
+    else:
+        for part in split(region, -(-size // most)):
+            yield from _limited(part, most)
 
 
 def move(
@@ -250,26 +255,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first byte of a tensor and of the end of its last element."""
     start, last = tensor.data_ptr(), sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return start, start + (last + 1) * tensor.itemsize if tensor.numel() else start
-
-
-def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
-    """Regions with consecutive elements that together are elements ``start`` to ``stop`` of a region, in order.
-
-    >>> [*blocks((((0, 3),), ((4, 8),)), 2, 9)]
-    [(((0, 1),), ((6, 8),)), (((1, 2),), ((4, 8),)), (((2, 3),), ((4, 5),))]
-    """
-    if not region:
-        yield region
-        return
-    row = size_of(region[1:])  # number of elements with one index of the first dimension
-    while start < stop:
-        first, skipped = divmod(start, row)
-        rows = 1 if skipped else max((stop - start) // row, 1)  # whole ones as far as possible, else a part of one
-        end = min(stop, (first + rows) * row)
-        inner = [region[1:]] if end - start == rows * row else blocks(region[1:], skipped, end - first * row)
-        for rest in inner:
-            yield (indices_at(region[0], [(first, first + rows)]), *rest)
-        start = end
 
 
 def boxes(whole: Region, part: Region) -> Iterator[Slices]:

@@ -56,14 +56,14 @@ def test_replicas_serve_in_turn_or_together():
     assert [(plan.of(rank).sent, plan.of(rank).leaving) for rank in trainer] == [(300, 0), (300, 0)]
     uneven = ReshardPlan((100,), trainer, None, Layout(3, ranks=[1, 2, 3]), None, hosts=[range(4), range(4, 8)])
     assert [(uneven.of(rank).sent, uneven.of(rank).leaving) for rank in trainer] == [(300, 0), (0, 0)]
-    assert uneven.of(2).receives == (Transfer(0, (((0, 100),),), 0, 100),)
+    assert uneven.of(2).receives == (Transfer(0, (((0, 100),),)),)
     far = ReshardPlan((100,), trainer, None, Layout(4, ranks=[1, 2, 3, 5]), None)
     assert [far.of(rank).sent for rank in trainer] == [200, 200]
     replicas, halves = Layout(dp=4, ranks=[0, 1, 4, 5]), Layout(dp=2, tp=2, ranks=[2, 6, 3, 7])
     on_hosts = ReshardPlan((100,), replicas, None, halves, {"tp": 0}, hosts=[range(4), range(4, 8)])
     assert [(on_hosts.of(rank).sent, on_hosts.of(rank).leaving) for rank in replicas] == [(50, 0)] * 4
     single = ReshardPlan((100,), trainer, None, Layout(1, ranks=[2]), None)
-    assert single.of(2).receives == (Transfer(0, (((0, 100),),), 0, 50), Transfer(4, (((0, 100),),), 50, 100))
+    assert single.of(2).receives == (Transfer(0, (((0, 50),),)), Transfer(4, (((50, 100),),)))
 
 
 def test_one_rank_of_a_million_plans_in_seconds():

@@ -112,18 +112,18 @@ def check_plan(plan: Any, case: Case) -> None:
     for rank, mine in plans.items():
         arrived = Counter(elements(case.shape, mine.copied) if mine.copied is not None else [])
         assert arrived <= held.get(rank, Counter())
-        for peer, region, start, stop in mine.receives:
-            moved = Counter(elements(case.shape, region)[start:stop])
+        for peer, region in mine.receives:
+            moved = Counter(elements(case.shape, region))
             assert moved
             assert peer != rank
             assert moved <= held[peer]
             arrived += moved
             load[peer] += moved.total()
-            nearby[peer] += (stop - start) * (peer in near[rank])
+            nearby[peer] += moved.total() * (peer in near[rank])
         assert arrived == wanted.get(rank, Counter())
         need = sum((wanted.get(rank, Counter()) - held.get(rank, Counter())).values())
         assert (mine.received, mine.floor) == (need, need)
-        far = sum(each.stop - each.start for each in mine.sends if each.peer not in near[rank])
+        far = sum(each.size for each in mine.sends if each.peer not in near[rank])
         assert mine.leaving == (far if case.hosts else 0)
     for holders in replicas(held):
         missing = {
