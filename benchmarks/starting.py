@@ -27,7 +27,10 @@ import torch.distributed as dist
 import pgmesh
 from benchmarks.report import OURS, Figure, Target, medians
 from benchmarks.sides import FLOOR, absent, compared_sizes, sides_with_floor
+from pgmesh.launch.processes import PRELOAD
 from pgmesh.launch.spawning import FAILURE_GRACE, LocalWorld, pack_call, unwrap_results
+
+PRELOAD.append("benchmarks.starting")  # a rank of each side would import it while it joins
 
 DEADLINE = timedelta(seconds=120)
 TIMED = """
@@ -41,7 +44,7 @@ ALONE = "init_process_group"
 
 
 def figures(rounds: int, ranks: int) -> list[Figure]:
-    return [*_import_figures(rounds), *_join_figures(ranks)]
+    return [*_import_figures(rounds), *_join_figures(ranks, min(rounds, 3))]
 
 
 def _import_figures(rounds: int) -> list[Figure]:
@@ -102,18 +105,22 @@ class ReadyWorld(LocalWorld):
         )
 
 
-def _join_figures(ranks: int) -> list[Figure]:
-    joined, used = {ALONE: _time_plain_join(ranks)}, {}
-    for side in (OURS, "DeviceMesh", "HyperCommGrid", FLOOR):
-        if side in sides_with_floor():
-            with ReadyWorld(ranks, timeout=DEADLINE) as world:
-                start, moments = world.run(_use, side, compared_sizes(ranks))
-            used[side] = max(moment[1] for moment in moments) - start
-            if side == OURS:
-                joined[OURS] = max(moment[0] for moment in moments) - start
+def _join_figures(ranks: int, rounds: int) -> list[Figure]:
+    joined: dict[str, list[float]] = defaultdict(list)
+    used: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        joined[ALONE].append(_time_plain_join(ranks))
+        for side in (OURS, "DeviceMesh", "HyperCommGrid", FLOOR):
+            if side in sides_with_floor():
+                with ReadyWorld(ranks, timeout=DEADLINE) as world:
+                    start, moments = world.run(_use, side, compared_sizes(ranks))
+                used[side].append(max(moment[1] for moment in moments) - start)
+                if side == OURS:
+                    joined[OURS].append(max(moment[0] for moment in moments) - start)
+    targets = (Target(most=1.1, against=FLOOR),)
     return [
-        Figure(f"{ranks} ranks join a world", joined),
-        Figure(f"{ranks} ranks join, make six combinations, use each", used, targets=(Target(most=1.0),)),
+        Figure(f"{ranks} ranks join a world", medians(joined)),
+        Figure(f"{ranks} ranks join, make six combinations, use each", medians(used), targets=targets),
     ]
 
 

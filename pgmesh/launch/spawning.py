@@ -167,8 +167,9 @@ class LocalWorld:
         waiting = dict(zip(self.ranks, calls, strict=True))
         outcomes: dict[LocalRank, Outcome] = {}
         while waiting and (left := end - time.monotonic()) > 0:
-            wait([each for rank in waiting for each in (rank.call_pipe, rank.process.sentinel)], min(left, 60.0))
-            finished = {rank: outcome for rank in waiting if (outcome := rank.poll_outcome(waiting[rank]))}
+            sources = {each: rank for rank in waiting for each in (rank.call_pipe, rank.process.sentinel)}
+            ready = {sources[each] for each in wait([*sources], min(left, 60.0))}
+            finished = {rank: outcome for rank in ready if (outcome := rank.poll_outcome(waiting[rank]))}
             outcomes |= finished
             waiting = {rank: call for rank, call in waiting.items() if rank not in finished}
             if any(outcome.error for outcome in finished.values()) and time.monotonic() + grace < end:
