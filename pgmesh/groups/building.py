@@ -36,7 +36,7 @@ def make_by_members(group: Group, key: str, world: World) -> None:
     backends = backends_of(group.options.backend)
     prefixed = dist.PrefixStore(f"{name}/", world.root_store)  # torch returns it as the store of the group
     store = None
-    if group.fingerprint is not None and (GLOO in backends.names or _is_debugged(backends.names)):
+    if group.fingerprint is not None and (GLOO in backends.names or any(map(_is_debugged, backends.names))):
         timeout = group.options.timeout or timedelta()
         store = GroupStore(name, group.fingerprint, group.ranks, world.rank, timeout, world.store)
     made, gloo, checking = _build(group, name, prefixed, world, store)
@@ -56,9 +56,9 @@ def make_by_members(group: Group, key: str, world: World) -> None:
         raise
 
 
-def _is_debugged(names: frozenset[str]) -> bool:
-    """True if torch's checks of each collective are asked for, and exist for one of these backends."""
-    return dist.get_debug_level() == dist.DebugLevel.DETAIL and not names.isdisjoint(_DEBUGGED)
+def _is_debugged(backend: str) -> bool:
+    """True if torch's checks of each collective are asked for, and exist for this backend."""
+    return backend in _DEBUGGED and dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 
 def _build(
@@ -74,20 +74,20 @@ def _build(
     Returns:
         The process group, its Gloo backends, and those that compare each operation for torch.
     """
-    backends, ranks, alone = backends_of(group.options.backend), group.ranks, dist.HashStore()
-    rank = ranks.index(world.rank)
+    backends, ranks, rank = backends_of(group.options.backend), group.ranks, group.ranks.index(world.rank)
     built: dict[str, Any] = {}
     gloo, checking, slots = [], [], []
     for device, variant, backend in backends.slots:
         if backend not in built:
-            inner: Any = alone
-            if group.fingerprint is not None:
+            if group.fingerprint is None:
+                inner: Any = dist.HashStore()
+            else:
                 inner = store if backend == GLOO else dist.PrefixStore(name, world.waiting_store())
             arguments = rank, name, group.options, ranks
             made = CONSTRUCTORS[backend](dist.PrefixStore(device.type, inner), *arguments)
             gloo += [made] if backend == GLOO else []
-            if _is_debugged(frozenset([backend])):
-                helper = new_gloo(dist.PrefixStore(f"{device.type}/checks", store or alone), *arguments)
+            if _is_debugged(backend):
+                helper = new_gloo(dist.PrefixStore(f"{device.type}/checks", store or inner), *arguments)
                 checking.append(helper)
                 made = torch_private.checked(made, helper)
             built[backend] = made
