@@ -79,6 +79,11 @@ class Findings:
             return [rank for rank in spares if rank in dead or rank not in self.arrivals]
         return [rank for rank in spares if rank not in dead and rank not in self.arrivals]
 
+    @property
+    def decides(self) -> bool:
+        """True if no member is waited for, and no spare that would be needed."""
+        return not self.waiting and (len(self.ready) >= len(self.lost) or not self.coming)
+
 
 @dataclass
 class ShrinkJudge(SurvivorJudge):
@@ -117,8 +122,9 @@ class ShrinkJudge(SurvivorJudge):
         if self._follows:
             return None
         found = self._find(arrivals)
-        enough = len(found.ready) >= len(found.lost) or not found.coming
-        if not found.waiting and (enough or late):
+        while found.decides and (ended := self._find_ended(found)):
+            found.dead_or_silent.update(ended)
+        if not found.waiting and (found.decides or late):
             return self.success(found)
         return self.failure(self._describe(found), "missing") if late else None
 
@@ -139,6 +145,13 @@ class ShrinkJudge(SurvivorJudge):
             without = [rank for rank in ranks if self.statuses.record(rank).status is None]
             lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
         return lost
+
+    def _find_ended(self, found: Findings) -> dict[int, str]:
+        """The members whose process has ended since it called ``shrink``: it may have waited for a spare for long."""
+        there, lost = found.arrivals, found.lost
+        called = [rank for rank in found.layout.ranks() if rank in there and rank not in lost and rank != self.rank]
+        ended = self.statuses.find_lost(self.client.run, called[: timing.MOST_STATUSES])
+        return {rank: why for rank, why in ended.items() if self.statuses.record(rank).has_ended}
 
     def _describe(self, found: Findings) -> str:
         """The ranks that are waited for, and the reason for each lost one."""

@@ -139,6 +139,11 @@ class Record(NamedTuple):
             return Record(status, since=now)
         return self._replace(status=status, silence=began - self.since)
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the rank has left, or its process has ended."""
+        return self.status is not None and (self.status.exited != "" or self.status.endpoint == self.ended)
+
     def loss(self, lost_after: float) -> str:
         """The evidence that the rank is lost, to follow its name; "" if it is not. See the table."""
         status, seconds = self.status, self.silence + READ_SECONDS

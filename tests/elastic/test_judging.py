@@ -168,6 +168,25 @@ def test_ended_spares_replace_no_lost_rank():
     assert "rank 4 has ended: its listener" in forever.agree().failed
 
 
+def test_member_that_ends_while_a_spare_is_awaited_is_lost():
+    """Rank 1 has called shrink. Rank 2 comes back after it has ended, and it comes back later."""
+    request, back = spares(1, 2, axis=None), {"endpoint": ("host", 300), "sent": 1.0}
+    there = [arrival(0, request), arrival(1, request), arrival(2, None, "another"), arrival(1, None, "another")]
+    one = Rank(request=request, size=3, values={**status(1), **status(2)}, ended={2})
+
+    def happen() -> None:
+        new = [rank for rank, second in ((2, 1.0), (1, 2.0)) if one.client.clock > second]
+        one.client.values.update({ROUND: arrivals(*there[: 2 + len(new)])})
+        one.ended.update({1} if new else ())
+        for rank in new:
+            one.client.values.update(status(rank, **back))
+
+    one.client.between = happen
+    outcome = one.agree()
+    assert ({*outcome.lost}, outcome.replaced) == ({1, 2}, {1: 1, 2: 2})
+    assert 2.0 < one.client.clock < 2.5
+
+
 def test_spare_awaits_ranks_without_a_status():
     spare = Rank(rank=4, request=None, values=status(0, exited="has left the world"), deadline=20.0)
     assert "rank 4 stood by for 20 s, and no mesh was agreed on" in spare.agree().failed

@@ -173,8 +173,8 @@ class ShrinkSpace(Space):
             member = self._member(state, node.mesh, rank)
             if not state.nodes[member].dead and member not in state.silent:
                 raise Violation(TRUE_LOST, f"rank {rank} is called lost without a fault", text)
-            if rank in looked and looked[rank].asks:
-                raise Violation(TRUE_LOST, f"rank {rank} is called lost, and had arrived", text)
+            if rank in looked and looked[rank].asks and not state.nodes[member].dead:
+                raise Violation(TRUE_LOST, f"rank {rank} is called lost, has arrived, and lives", text)
 
     def _too_many_lost(self, state: State, node: Standing) -> bool:
         """True if each index of the only axis, or a rank without a spare and an axis, may be lost."""
