@@ -147,11 +147,17 @@ class ShrinkJudge(SurvivorJudge):
         return lost
 
     def _find_ended(self, found: Findings) -> dict[int, str]:
-        """The members whose process has ended since it called ``shrink``: it may have waited for a spare for long."""
+        """The members whose process has ended since it called ``shrink``, or is no longer the newest of its rank.
+
+        It may have waited for a spare for long.
+        """
         there, lost = found.arrivals, found.lost
         called = [rank for rank in found.layout.ranks() if rank in there and rank not in lost and rank != self.rank]
         ended = self.statuses.find_lost(self.client.run, called[: timing.MOST_STATUSES])
-        return {rank: why for rank, why in ended.items() if self.statuses.record(rank).has_ended}
+        records = {rank: self.statuses.record(rank) for rank in called}
+        new = [rank for rank, each in records.items() if each.status and each.status.process != there[rank].process]
+        ended |= {rank: f"rank {rank} has a new process" for rank in new}
+        return {rank: why for rank, why in ended.items() if rank in new or records[rank].has_ended}
 
     def _describe(self, found: Findings) -> str:
         """The ranks that are waited for, and the reason for each lost one."""

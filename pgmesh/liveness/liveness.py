@@ -21,7 +21,7 @@ from pgmesh.liveness import operations, timing
 from pgmesh.liveness.listeners import Listener
 from pgmesh.liveness.operations import Operation, Read, Run, Set
 from pgmesh.liveness.places import PlaceFinder, counters_key, own_counters
-from pgmesh.liveness.processes import HOST
+from pgmesh.liveness.processes import HOST, own_process
 from pgmesh.liveness.records import pack
 from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
 
@@ -154,6 +154,7 @@ class Liveness:
             exited=self._exited,
             endpoint=self._listener.endpoint,
             sent=time.time(),
+            process=own_process(),
         )
         run(Set(counters_key(self.world.rank), pack(counters=counters)), Set(key, status.pack()), Read(key))
         self._has_beaten.set()

@@ -66,6 +66,7 @@ class RankStatus:
         exited: reason for the end of the heartbeats, if the rank has left.
         endpoint: host and port of a listener that is open while the process lives; () without one.
         sent: the time, in seconds since 1970 on the clock of the rank's host. Each heartbeat has another one.
+        process: the name of the process, as in its arrivals.
     """
 
     world_size: int = 0
@@ -76,6 +77,7 @@ class RankStatus:
     exited: str = ""
     endpoint: tuple[str, int] | tuple[()] = ()
     sent: float = 0.0
+    process: str = ""
 
     def pack(self) -> str:
         return pack(**vars(self))

@@ -37,7 +37,7 @@ def arrival(rank: int, request: Request | None = DP, process: str = "") -> Arriv
 
 
 def status(rank: int, **more: Any) -> dict[str, bytes]:
-    more = {"endpoint": ("host", 100 + rank), **more}
+    more = {"endpoint": ("host", 100 + rank), "process": f"process {rank}", **more}
     return {status_key(rank): RankStatus(**more).pack().encode()}
 
 
@@ -168,18 +168,19 @@ def test_ended_spares_replace_no_lost_rank():
     assert "rank 4 has ended: its listener" in forever.agree().failed
 
 
-def test_member_that_ends_while_a_spare_is_awaited_is_lost():
-    """Rank 1 has called shrink. Rank 2 comes back after it has ended, and it comes back later."""
-    request, back = spares(1, 2, axis=None), {"endpoint": ("host", 300), "sent": 1.0}
+@pytest.mark.parametrize("is_new", [False, True])
+def test_member_that_ends_while_a_spare_is_awaited_is_lost(is_new: bool):
+    """Rank 1 called shrink, and ended; or its new process has a status already. It arrives after that of rank 2."""
+    request, back = spares(1, 2, axis=None), {"endpoint": ("host", 300), "sent": 1.0, "process": "another"}
     there = [arrival(0, request), arrival(1, request), arrival(2, None, "another"), arrival(1, None, "another")]
     one = Rank(request=request, size=3, values={**status(1), **status(2)}, ended={2})
 
     def happen() -> None:
-        new = [rank for rank, second in ((2, 1.0), (1, 2.0)) if one.client.clock > second]
-        one.client.values.update({ROUND: arrivals(*there[: 2 + len(new)])})
-        one.ended.update({1} if new else ())
-        for rank in new:
+        seconds = int(one.client.clock)
+        one.client.values.update({ROUND: arrivals(*there[: 2 + seconds])})
+        for rank in {0: (), 1: (2, 1)[: 1 + is_new]}.get(seconds, (2, 1)):
             one.client.values.update(status(rank, **back))
+        one.ended.update({1} if seconds else ())
 
     one.client.between = happen
     outcome = one.agree()

@@ -173,7 +173,8 @@ class ShrinkSpace(Space):
             member = self._member(state, node.mesh, rank)
             if not state.nodes[member].dead and member not in state.silent:
                 raise Violation(TRUE_LOST, f"rank {rank} is called lost without a fault", text)
-            if rank in looked and looked[rank].asks and not state.nodes[member].dead:
+            newest = _publisher(state.content.values[status_key(rank)])
+            if rank in looked and looked[rank].asks and not state.nodes[member].dead and newest == member:
                 raise Violation(TRUE_LOST, f"rank {rank} is called lost, has arrived, and lives", text)
 
     def _too_many_lost(self, state: State, node: Standing) -> bool:
@@ -269,7 +270,8 @@ class ShrinkSpace(Space):
 
 
 def _status(process: int, beats: int = 0) -> bytes:
-    return RankStatus(endpoint=("listener", process), sent=float(beats)).pack().encode()
+    record = RankStatus(endpoint=("listener", process), sent=float(beats), process=f"process {process}")
+    return record.pack().encode()
 
 
 @functools.lru_cache
