@@ -216,9 +216,6 @@ def answer_all(layout: Layout, rank: int, axes: Iterable[Axis]) -> tuple[object,
     )
 
 
-# ---- by property ----
-
-
 @st.composite
 def roots(draw) -> tuple[Layout, LayoutOracle]:
     """A layout of up to 5 axes and 512 ranks, on any ranks."""

@@ -133,8 +133,6 @@ def test_repr_of_a_long_partition_is_short(box):
     assert repr(Layout(dp=1000, tp=2).partition("tp")) == many
 
 
-# ---- what it costs ----
-
 KIB = 1024
 MILLION = {"pp": 64, "dp": 512, "tp": 32}
 """Sizes that hold 1,048,576 ranks."""

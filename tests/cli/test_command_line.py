@@ -89,8 +89,6 @@ def test_command_svg_equals_the_readme(capsys, tmp_path):
     assert (tmp_path / "made.svg").read_text() == (ROOT / shown).read_text()
 
 
-# ---- errors ----
-
 INVALID = re.findall(r"^\$ pgmesh (.*)$", golden.read("command-errors.txt"), re.MULTILINE)
 """To add a line, add it to the file and run this with ``GOLDEN=write``."""
 

@@ -66,9 +66,6 @@ def test_commands_of_a_fresh_machine_are_targets():
     assert (ROOT / re.search(r"PIP_CONSTRAINT=\$PWD/(\S+)", README)[1]).is_file()
 
 
-# ---- why not just init_device_mesh? ----
-
-
 def in_two_orders(make: Callable[[tuple[int, int]], Any]) -> None:
     """Two meshes, and the sums of their groups. Rank 3 makes the meshes in the other order."""
     shapes = [(2, 2), (1, 4)]

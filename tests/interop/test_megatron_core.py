@@ -233,8 +233,6 @@ def test_the_examples(state: Any):
             assert doctest.DocTestRunner().run(each).failed == 0
 
 
-# ---- a model of Megatron-Core's ----
-
 VOCABULARY, LENGTH, ROWS = 32, 8, 4
 
 

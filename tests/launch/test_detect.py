@@ -100,8 +100,6 @@ def test_two_launchers_that_disagree_are_an_error(environ, names, kept):
     assert (info.launcher, info.rank, info.size) == (names.partition(" and ")[0], *kept)
 
 
-# ---- Slurm's lists ----
-
 DIGITS = st.integers(0, 120)
 
 

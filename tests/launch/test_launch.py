@@ -25,8 +25,6 @@ from tests.support.faults import wait_until
 from tests.support.message_assertions import in_python_3_10_wording
 from tests.support.programs import clean_env, free_port, is_running, run_programs, wait_until_gone, write_script
 
-# ---- what the ranks run ----
-
 
 def rank_and_sum(start: int = 0, *, step: int = 1) -> tuple[int, int]:
     total = torch.tensor(start + step * dist.get_rank())

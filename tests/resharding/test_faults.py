@@ -74,9 +74,6 @@ def test_transfer_of_an_aborted_mesh_raises():
         link.run(link.barrier)
 
 
-# ---- new processes ----
-
-
 RANKS, LOST = 3, 1
 
 

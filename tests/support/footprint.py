@@ -28,7 +28,6 @@ SIZE = 2  # ranks
 DEADLINE = 60.0  # seconds
 Found = dict[str, Any]
 
-# ---- probes ----
 
 opened: list[str] = []
 """The files and folders under /proc that this process has opened, unless ``unwatched``."""
@@ -155,9 +154,6 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.005)
-
-
-# ---- a program ----
 
 
 def sum_over(group: Any, size: int) -> None:
