@@ -6,7 +6,6 @@ import functools
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ import pgmesh
 from pgmesh import Layout, MethodError, MismatchError, MissingRanksError, ProcessGroupMesh
 from pgmesh.groups.world import current_world
 from pgmesh.parallel import Composition, DataParallel, compose, verify
+from tests.support.faults import wait_until
 from tests.support.programs import clean_env, run_programs, run_ranks
 from tests.support.torch_tables import count_new_groups, table_sizes
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks, world
@@ -244,12 +244,15 @@ def test_a_job_that_hangs(waiting_ranks: dict[str, list[int]]):
     mesh = ProcessGroupMesh(4, name="hangs")
     mesh.connect()
     if mesh.rank == 3:
-        time.sleep(2.5)  # until the others have said for two heartbeats that they are in the all-reduce
         command = [sys.executable, "-m", "pgmesh", "report", current_world().address]
-        shown = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60).stdout
         place = r"at test_readme.py:\d+ in test_a_job_that_hangs: torch.distributed.all_reduce, group 0 of mesh 'hangs'"
-        waiting = re.findall(rf"^([012]) +\S+ +(\d+) +runs +(\d+) s +{place}$", shown, re.MULTILINE)
-        assert len({pid for _, pid, _ in waiting}) == 3, shown
+
+        def report() -> str:
+            text = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60).stdout
+            waiting = re.findall(rf"^([012]) +\S+ +(\d+) +runs +(\d+) s +{place}$", text, re.MULTILINE)
+            return text if len({pid for _, pid, _ in waiting}) == 3 else ""
+
+        shown = wait_until(report, "three ranks are reported in the all-reduce")
         assert re.search(r"^group 0 of mesh 'hangs': .*; behind: rank 3 with \d+$", shown, re.MULTILINE), shown
     dist.all_reduce(torch.ones(1), group=mesh.group(0))
 

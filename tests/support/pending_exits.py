@@ -118,9 +118,6 @@ def problems(cases: Sequence[Case], folder: Path, seconds: float) -> tuple[list[
     return found, took
 
 
-# ---- inside a rank ----
-
-
 def pending_collective(mesh: ProcessGroupMesh, case: Case) -> Any:
     """Enter the first collective of a group, asynchronously, and return what it has to be waited for by."""
     if case.under == "FSDP":
