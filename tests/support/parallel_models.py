@@ -195,7 +195,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         for i in range(tensor.device_mesh.ndim):
-            tensor = tensor.redistribute(placements=[Replicate()] * (i + 1) + list(tensor.placements[i + 1 :]))
+            rest = [Replicate() if each.is_partial() else each for each in tensor.placements[i + 1 :]]
+            tensor = tensor.redistribute(placements=[Replicate()] * (i + 1) + rest)
         return tensor.to_local().clone()
     return tensor.clone()
 
