@@ -79,20 +79,20 @@ def overlaps(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[int, in
 
 
 def split(region: Region, n: int) -> Iterator[Region]:
-    """At most n parts of a region, about equal, each of elements that are consecutive as far as possible.
+    """A region in n parts, about equal, along its first dimension that has n indices; else along its longest.
 
-    >>> [*split((((0, 1),), ((4, 8),)), 2)], len([*split((((0, 2),), ((0, 9),)), 8)])
-    ([(((0, 1),), ((4, 6),)), (((0, 1),), ((6, 8),))], 8)
+    >>> [*split((((0, 1),), ((4, 8),)), 2)]
+    [(((0, 1),), ((4, 6),)), (((0, 1),), ((6, 8),))]
     """
-    sizes = shape_of(region)
-    axis = next((axis for axis, size in enumerate(sizes) if size > 1), None)
-    if n <= 1 or axis is None:
+    if n == 1 or not region:
         yield region
         return
+    sizes = shape_of(region)
+    axis = next((axis for axis, size in enumerate(sizes) if size >= n), sizes.index(max(sizes)))
     count = min(n, sizes[axis])
     for i in range(count):
         indices = indices_at(region[axis], [(sizes[axis] * i // count, sizes[axis] * (i + 1) // count)])
-        yield from split((*region[:axis], indices, *region[axis + 1 :]), n // count)
+        yield (*region[:axis], indices, *region[axis + 1 :])
 
 
 def intersect(one: Intervals, other: Intervals) -> Intervals:

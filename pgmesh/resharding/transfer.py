@@ -25,7 +25,7 @@ import torch
 
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import RankPlan
-from pgmesh.resharding.sharding import Region, positions, size_of, split
+from pgmesh.resharding.sharding import Region, positions, shape_of, size_of, split
 
 SMALL = 1 << 18
 """Smaller parts for one rank go together in one message: a message costs more than the copies. In bytes."""
@@ -159,11 +159,12 @@ def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int],
 
 
 def _limited(region: Region, most: int) -> Iterator[Region]:
-    """A region in parts of at most so many elements."""
+    """A region in parts of at most so many elements, consecutive as far as possible."""
     if (size := size_of(region)) <= most:
         yield region
     else:
-        for part in split(region, -(-size // most)):
+        rows = next(rows for rows in shape_of(region) if rows > 1)
+        for part in split(region, min(rows, -(-size // most))):
             yield from _limited(part, most)
 
 

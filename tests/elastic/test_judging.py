@@ -169,7 +169,7 @@ def test_ended_spares_replace_no_lost_rank():
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-def test_member_that_ends_while_a_spare_is_awaited_is_lost(is_new: bool):
+def test_member_ending_before_the_decision_is_lost(is_new: bool):
     """Rank 1 called shrink, and ended; or its new process has a status already. It arrives after that of rank 2."""
     request, back = spares(1, 2, axis=None), {"endpoint": ("host", 300), "sent": 1.0, "process": "another"}
     there = [arrival(0, request), arrival(1, request), arrival(2, None, "another"), arrival(1, None, "another")]

@@ -58,7 +58,8 @@ def test_replicas_serve_in_turn_or_together():
     assert [(uneven.of(rank).sent, uneven.of(rank).leaving) for rank in trainer] == [(300, 0), (0, 0)]
     assert uneven.of(2).receives == (Transfer(0, (((0, 100),),)),)
     far = ReshardPlan((100,), trainer, None, Layout(4, ranks=[1, 2, 3, 5]), None)
-    assert [far.of(rank).sent for rank in trainer] == [200, 200]
+    flat = ReshardPlan((3, 1000), Layout(4), None, Layout(1, ranks=[4]), None)  # more replicas than rows
+    assert [far.of(0).sent, far.of(4).sent, *(flat.of(rank).sent for rank in range(4))] == [200, 200, *[750] * 4]
     replicas, halves = Layout(dp=4, ranks=[0, 1, 4, 5]), Layout(dp=2, tp=2, ranks=[2, 6, 3, 7])
     on_hosts = ReshardPlan((100,), replicas, None, halves, {"tp": 0}, hosts=[range(4), range(4, 8)])
     assert [(on_hosts.of(rank).sent, on_hosts.of(rank).leaving) for rank in replicas] == [(50, 0)] * 4

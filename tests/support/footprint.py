@@ -28,7 +28,6 @@ SIZE = 2  # ranks
 DEADLINE = 60.0  # seconds
 Found = dict[str, Any]
 
-
 opened: list[str] = []
 """The files and folders under /proc that this process has opened, unless ``unwatched``."""
 _watching = True
